@@ -1,0 +1,1 @@
+"""AMD AITER as a backend of attn-core."""

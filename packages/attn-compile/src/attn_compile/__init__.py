@@ -1,0 +1,1 @@
+"""torch.compile support for attn-core."""

@@ -1,0 +1,200 @@
+"""The contract of a backend. Everything a third party must write is on this page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+
+from .batch import HostBatch
+from .capability import Capability
+from .problem import AttentionProblem
+from .query import Query
+from .reasons import Reason
+from .rules import Rule
+from .target import DeviceTarget
+
+API_VERSION = 1
+"""Version of this page. A backend states the version it was written for as ``api_version``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorContract:
+    """What a path asks of the tensors of a run. The wrapper checks it on every call.
+
+    Attributes:
+        dense_head_dim: k and v need stride 1 over the head dimension.
+        same_kv_strides: k and v must have identical strides (a kernel that is given one set).
+        q: ``any`` strides, or a ``dense`` head dimension, or ``packed`` heads (only the row stride is
+            free). A q that is not so is copied, never misread.
+        scales: Takes q_scale, k_scale and v_scale.
+    """
+
+    dense_head_dim: bool = True
+    same_kv_strides: bool = False
+    q: Literal["any", "dense", "packed"] = "any"
+    scales: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """One way a backend can run. Each path is routed as a candidate of its own, ``backend/path``.
+
+    Attributes:
+        name: Path name.
+        capability: What it can compute.
+        contract: What it asks of the tensors.
+        host_indices: plan() reads the values of ``HostBatch.kv_indices``; costs a copy when the caller
+            has them on the device.
+    """
+
+    name: str
+    capability: Capability
+    contract: TensorContract = TensorContract()
+    host_indices: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PlanResult:
+    """Result of planning: host memory and scalars only; nothing on a device has changed.
+
+    Attributes:
+        launch: Hashable value that run() needs besides device memory. Under capture it may depend on
+            ``query.graph`` only, since a graph replays the first one.
+        image: Extra int32 CPU arrays, by name, that run() reads on the device. Under capture their
+            sizes may depend on ``query.graph`` only.
+        workspace_bytes: Bytes of float workspace that run() uses.
+    """
+
+    launch: object
+    image: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    workspace_bytes: int = 0
+
+
+class RunIO:
+    """Tensors of one run. ``out`` and ``lse`` are written, ``workspace`` is scratch, the rest is read.
+
+    Attributes:
+        q: ``[total_q, num_qo_heads, head_dim_qk]``.
+        k: Pages ``[pages, page_size, num_kv_heads, head_dim_qk]`` (NHD) or ``[pages, num_kv_heads,
+            page_size, head_dim_qk]`` (HND); ragged ``[total_kv, num_kv_heads, head_dim_qk]``.
+        v: As ``k``, with ``head_dim_vo``.
+        out: ``[total_q, num_qo_heads, head_dim_vo]``.
+        lse: ``[total_q, num_qo_heads]`` float32, base 2, or None.
+        workspace: Uninitialised bytes, at least what the plan asked for, or None.
+        q_scale: Multiplies q. A float, or a one-element tensor read on its device.
+        k_scale: Multiplies k.
+        v_scale: Multiplies the output.
+    """
+
+    __slots__ = ("k", "k_scale", "lse", "out", "q", "q_scale", "v", "v_scale", "workspace")
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None = None,
+        workspace: torch.Tensor | None = None,
+        q_scale: float | torch.Tensor = 1.0,
+        k_scale: float | torch.Tensor = 1.0,
+        v_scale: float | torch.Tensor = 1.0,
+    ) -> None:
+        self.q, self.k, self.v, self.out, self.lse = q, k, v, out, lse
+        self.workspace = workspace
+        self.q_scale, self.k_scale, self.v_scale = q_scale, k_scale, v_scale
+
+
+@dataclass(frozen=True, slots=True)
+class AppendIO:
+    """Tensors of one append. ``k`` and ``v`` (the cache) are written, the rest is read.
+
+    Attributes:
+        key: ``[nnz, num_kv_heads, head_dim_qk]`` rows to write.
+        value: ``[nnz, num_kv_heads, head_dim_vo]``.
+        k: Cache pages in the problem's layout.
+        v: Cache pages.
+        batch_indices: ``[nnz]`` int32, request of each row; -1 skips the row.
+        positions: ``[nnz]`` int32, position of each row in its request.
+        kv_indices: Page ids, int32.
+        kv_indptr: ``[batch_size + 1]`` int32, in pages.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    batch_indices: torch.Tensor
+    positions: torch.Tensor
+    kv_indices: torch.Tensor
+    kv_indptr: torch.Tensor
+
+
+DeviceImage = Mapping[str, torch.Tensor]
+"""Index arrays of a plan on the device, int32 unless said.
+
+Always there: ``qo_indptr``, ``kv_indptr``, ``kv_len``; paged: ``kv_indices``, ``kv_last_page_len``;
+custom mask: ``custom_mask`` (uint8, little-endian bits, each request on a byte border) and
+``mask_indptr`` (byte offsets); and the arrays of ``PlanResult.image`` under their own names.
+"""
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """A provider of attention kernels."""
+
+    @property
+    def api_version(self) -> int:
+        """The :data:`API_VERSION` it was written for."""
+
+    @property
+    def name(self) -> str:
+        """Stable lower-case name, a value of ``backend=``."""
+
+    @property
+    def rank(self) -> int:
+        """Backends are tried in ascending rank under ``auto``, then by name."""
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Candidates, in this backend's own order of preference."""
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """Per-batch limits and preferences. They can decline this backend's paths only."""
+
+    def unavailable(self, target: DeviceTarget) -> Reason | None:
+        """Say why this process cannot use the backend on ``target`` at all, or None.
+
+        Cheap, and free of side effects: it may be asked about a device that is not here.
+        """
+
+    def prepare(self, target: DeviceTarget, problem: AttentionProblem, path: str) -> Reason | None:
+        """Build or load what the path needs. Idempotent. A Reason means: not this path.
+
+        Called from plan(), never from run(), and for a target of this machine only.
+        """
+
+    def plan(self, query: Query, path: str, batch: HostBatch) -> PlanResult:
+        """Compute a launch from sizes and host arrays. Has nothing to undo when it raises.
+
+        Raises:
+            Unsupported: Found late that it cannot serve this; under ``auto`` the next is tried.
+        """
+
+    def run(self, launch: object, image: DeviceImage, io: RunIO) -> None:
+        """Enqueue on the current stream. Writes ``io.out`` and ``io.lse`` and no other tensor.
+
+        Allocates no memory that outlives it and reads nothing back from the device.
+        """
+
+
+@runtime_checkable
+class AppendBackend(Backend, Protocol):
+    """A backend with a path for :attr:`Op.APPEND`."""
+
+    def append(self, path: str, problem: AttentionProblem, io: AppendIO) -> None:
+        """Write the rows into the cache: those slots change, no other byte does."""

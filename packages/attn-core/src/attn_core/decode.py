@@ -1,0 +1,13 @@
+"""Decode entry points, under upstream's module name."""
+
+from .decode_graph import CUDAGraphBatchDecodeWithPagedKVCacheWrapper
+from .decode_paged import BatchDecodeWithPagedKVCacheWrapper
+from .fast_plan import fast_decode_plan
+from .single import single_decode_with_kv_cache
+
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "fast_decode_plan",
+    "single_decode_with_kv_cache",
+]

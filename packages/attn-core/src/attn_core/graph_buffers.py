@@ -1,0 +1,140 @@
+"""Checks of the buffers that a CUDA-graph wrapper is constructed with."""
+
+from __future__ import annotations
+
+import torch
+
+from .errors import needs
+from .planner import GraphBuffers
+
+
+def decode_buffers(
+    use_cuda_graph: bool,
+    device: torch.device | None,
+    indptr: torch.Tensor | None,
+    indices: torch.Tensor | None,
+    last_page_len: torch.Tensor | None,
+    max_seq_len: int | None,
+) -> GraphBuffers | None:
+    """Return the buffers of a decode wrapper in graph mode, or None for an eager one.
+
+    Raises:
+        TypeError: ``max_seq_len`` is not an int.
+        ValueError: A buffer is missing or unfit, or ``max_seq_len`` comes without graph mode.
+    """
+    if max_seq_len is not None:
+        if isinstance(max_seq_len, bool) or not isinstance(max_seq_len, int):
+            raise TypeError(needs("max_seq_len", "an int", type(max_seq_len).__name__, "core.max-seq-len"))
+        if not use_cuda_graph or max_seq_len < 1:
+            want = "use_cuda_graph=True and at least 1"
+            raise ValueError(
+                needs("max_seq_len", want, f"{use_cuda_graph}, {max_seq_len}", "core.max-seq-len")
+            )
+    if not use_cuda_graph:
+        return None
+    last = _buffer("paged_kv_last_page_len_buffer", last_page_len, device)
+    batch = last.numel()
+    bound = {
+        # Wrapper-owned, so that its address holds from here on: a graph may capture before any verify.
+        "qo_indptr": torch.arange(batch + 1, dtype=torch.int32, device=device),
+        "kv_indptr": _buffer("paged_kv_indptr_buffer", indptr, device, batch + 1),
+        "kv_indices": _buffer("paged_kv_indices_buffer", indices, device),
+        "kv_last_page_len": last,
+    }
+    return GraphBuffers(batch, bound["kv_indices"].numel(), bound, max_seq_len)
+
+
+def paged_buffers(
+    use_cuda_graph: bool,
+    device: torch.device | None,
+    qo_indptr: torch.Tensor | None,
+    indptr: torch.Tensor | None,
+    indices: torch.Tensor | None,
+    last_page_len: torch.Tensor | None,
+    custom_mask: torch.Tensor | None,
+    mask_indptr: torch.Tensor | None,
+) -> GraphBuffers | None:
+    """Return the buffers of a paged prefill wrapper in graph mode, or None for an eager one.
+
+    Raises:
+        ValueError: A buffer is missing or unfit.
+    """
+    if not use_cuda_graph:
+        return None
+    qo = _buffer("qo_indptr_buf", qo_indptr, device)
+    batch = _batch(qo)
+    bound = {
+        "qo_indptr": qo,
+        "kv_indptr": _buffer("paged_kv_indptr_buf", indptr, device, batch + 1),
+        "kv_indices": _buffer("paged_kv_indices_buf", indices, device),
+        "kv_last_page_len": _buffer("paged_kv_last_page_len_buf", last_page_len, device, batch),
+        **_masks(custom_mask, mask_indptr, device, batch),
+    }
+    return GraphBuffers(batch, bound["kv_indices"].numel(), bound)
+
+
+def ragged_buffers(
+    use_cuda_graph: bool,
+    device: torch.device | None,
+    qo_indptr: torch.Tensor | None,
+    kv_indptr: torch.Tensor | None,
+    custom_mask: torch.Tensor | None,
+    mask_indptr: torch.Tensor | None,
+) -> GraphBuffers | None:
+    """Return the buffers of a ragged prefill wrapper in graph mode, or None for an eager one.
+
+    Raises:
+        ValueError: A buffer is missing or unfit.
+    """
+    if not use_cuda_graph:
+        return None
+    qo = _buffer("qo_indptr_buf", qo_indptr, device)
+    batch = _batch(qo)
+    bound = {
+        "qo_indptr": qo,
+        "kv_indptr": _buffer("kv_indptr_buf", kv_indptr, device, batch + 1),
+        **_masks(custom_mask, mask_indptr, device, batch),
+    }
+    return GraphBuffers(batch, None, bound)
+
+
+def _batch(qo: torch.Tensor) -> int:
+    if qo.numel() == 0:
+        raise ValueError(needs("qo_indptr_buf", "batch size + 1 entries", 0, "core.graph-buffer"))
+    return qo.numel() - 1
+
+
+def _masks(
+    custom_mask: torch.Tensor | None,
+    mask_indptr: torch.Tensor | None,
+    device: torch.device | None,
+    batch: int,
+) -> dict[str, torch.Tensor]:
+    if custom_mask is None and mask_indptr is None:
+        return {}
+    return {
+        "custom_mask": _buffer("custom_mask_buf", custom_mask, device, dtype=torch.uint8),
+        "mask_indptr": _buffer("mask_indptr_buf", mask_indptr, device, batch + 1),
+    }
+
+
+def _buffer(
+    name: str,
+    buffer: torch.Tensor | None,
+    device: torch.device | None,
+    size: int | None = None,
+    dtype: torch.dtype = torch.int32,
+) -> torch.Tensor:
+    if not isinstance(buffer, torch.Tensor):
+        text = needs(name, "a tensor in CUDA-graph mode", type(buffer).__name__, "core.graph-buffer")
+        raise ValueError(f"{text}; it should be a torch.Tensor in cudagraph mode")
+    if buffer.dtype is not dtype or buffer.ndim != 1 or not buffer.is_contiguous():
+        got = f"{buffer.dtype}, shape {tuple(buffer.shape)}, strides {buffer.stride()}"
+        raise ValueError(needs(name, f"a contiguous 1-D {dtype} tensor", got, "core.graph-buffer"))
+    if device is not None and buffer.device != device:
+        raise ValueError(
+            needs(name, f"a tensor on {device}, as the workspace is", buffer.device, "core.device")
+        )
+    if size is not None and buffer.numel() != size:
+        raise ValueError(needs(name, f"{size} entries", buffer.numel(), "core.graph-buffer"))
+    return buffer

@@ -1,0 +1,271 @@
+"""From a problem and a batch to a published PlanState: the half of a wrapper that plans."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from . import notices, plugins
+from .arena import GraphArena, Layout, pack, upload, views
+from .arguments import MaskBits, check_workspace
+from .backend import PlanResult
+from .batch import HostBatch
+from .errors import Unsupported, needs
+from .frozen import FrozenShape, check_capacity
+from .plan_image import captured_layout, index_parts, owned
+from .problem import AttentionProblem, check_kv_order
+from .query import GraphLimits, Query
+from .reasons import Reason
+from .route import AUTO, RouteDecision, Screened, choose, screen
+from .state import PlanState
+from .target import DeviceTarget, target_of
+
+_KEPT_SCREENS = 64
+
+Copy = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphBuffers:
+    """What a CUDA-graph wrapper was constructed with.
+
+    Attributes:
+        batch_size: Requests of every plan.
+        max_pages: Entries of the page index buffer; None for ragged keys, where the first plan's tokens
+            are the capacity.
+        bound: The caller's buffers by image name. Kernels read these; plan() fills them.
+        max_kv_len: Longest sequence promised, in tokens, or None.
+    """
+
+    batch_size: int
+    max_pages: int | None
+    bound: Mapping[str, torch.Tensor]
+    max_kv_len: int | None = None
+
+
+@dataclass(slots=True)
+class _Undo:
+    """Takes a half-published plan back."""
+
+    was: PlanState | None = None
+    armed: bool = False
+    bytes: list[Copy] = field(default_factory=list)
+
+
+class Planner:
+    """Holds one reference to one PlanState; replacing it is all that planning does.
+
+    Planning may raise at any point, for any cause: the previous plan then stays in force, bit for bit.
+    Plans of one object are serialised by a lock that run() never takes.
+    """
+
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str, backend: str, graph: GraphBuffers | None
+    ) -> None:
+        self._float_workspace_buffer = check_workspace("float_workspace_buffer", float_workspace_buffer)
+        self._kv_layout = check_kv_order(kv_layout)
+        if not isinstance(backend, str):
+            raise TypeError(needs("backend", "a string", type(backend).__name__, "core.backend-name"))
+        self._requested = backend
+        self._graph = graph
+        self.device = float_workspace_buffer.device
+        self._state: PlanState | None = None
+        self._arena: GraphArena | None = None
+        self._lock = threading.Lock()
+        self._screens: dict[object, Screened] = {}
+
+    def _planned(self) -> PlanState:
+        if self._state is None:
+            raise ValueError("run: needs a prior plan, got none [core.no-plan]; call plan() first")
+        return self._state
+
+    def _plan(
+        self,
+        problem: AttentionProblem,
+        batch: HostBatch,
+        *,
+        mask: MaskBits | None = None,
+        q_len_per_req: int | None = None,
+    ) -> None:
+        """Compute a PlanState and publish it. The last thing plan() does."""
+        undo = _Undo()
+        try:
+            with self._lock:
+                self._publish(*self._compute(problem, batch, mask, q_len_per_req), undo)
+        except BaseException:
+            if undo.armed:
+                for place, was in undo.bytes:
+                    place.copy_(was)
+                self._state = undo.was
+            raise
+
+    def _publish(self, new: PlanState, arena: GraphArena | None, copies: list[Copy], undo: _Undo) -> None:
+        """Change the wrapper: the copies of a graph plan, then one assignment."""
+        undo.bytes = [(place, place.clone()) for place, _ in copies]
+        undo.was = self._state
+        undo.armed = True
+        for place, source in copies:
+            place.copy_(source, non_blocking=True)
+        self._arena = arena
+        self._state = new
+
+    def _compute(
+        self, problem: AttentionProblem, batch: HostBatch, mask: MaskBits | None, q_len_per_req: int | None
+    ) -> tuple[PlanState, GraphArena | None, list[Copy]]:
+        self._refuse_capture()
+        if mask is not None and self._graph is not None and "custom_mask" not in self._graph.bound:
+            want = "custom_mask_buf and mask_indptr_buf given to the constructor"
+            raise ValueError(needs("custom mask in CUDA-graph mode", want, "none", "core.graph-mask"))
+        old = self._state
+        limits = None if self._graph is None else self._limits(old, batch)
+        query = Query(target_of(self.device), problem, batch.shape, limits)
+        decision, result = self._route(query, batch, old)
+        self._provide(result.workspace_bytes)
+        parts = index_parts(batch, mask, result)
+        on_host = {name: part for name, part in parts.items() if part.device.type == "cpu"}
+        sizes = [(name, part.numel()) for name, part in on_host.items()]
+        packed = pack(on_host, self.device)
+        # From here on the plan holds its own copy: the caller may reuse the tensors it passed.
+        batch = owned(batch, views(packed, sizes))
+        arena, copies, frozen = self._arena, [], None
+        if limits is None:
+            image = self._fresh_image(packed, sizes, parts, mask)
+        else:
+            layout = captured_layout(parts, limits)
+            frozen = FrozenShape(q_len_per_req, problem, limits, decision.candidate, result.launch, layout)
+            if old is not None and old.frozen is not None:
+                old.frozen.require(frozen)
+            arena = arena or self._make_arena(layout, mask)
+            copies = self._copies(arena, packed, parts, mask)
+            image = dict(arena.image)
+        new = PlanState.make(
+            0 if old is None else old.revision + 1,
+            query, batch, decision, result.launch, image, frozen, q_len_per_req, self.device,
+            result.workspace_bytes,
+        )  # fmt: skip
+        notices.announce(query.target, decision.refused, decision.candidate)
+        return new, arena, copies
+
+    def _provide(self, workspace_bytes: int) -> None:
+        check_bytes(self._float_workspace_buffer, workspace_bytes)
+
+    def _refuse_capture(self) -> None:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                needs("plan", "a call outside graph capture", "one during it", "core.plan-in-capture")
+            )
+
+    def _limits(self, old: PlanState | None, batch: HostBatch) -> GraphLimits:
+        graph, shape = self._graph, batch.shape
+        assert graph is not None
+        limits = None if old is None else old.query.graph
+        if limits is None:
+            most = shape.total_kv if graph.max_pages is None else graph.max_pages
+            limits = GraphLimits(graph.batch_size, shape.total_q, most, graph.max_kv_len)
+        check_capacity(
+            limits,
+            batch_size=shape.batch_size,
+            total_q=shape.total_q,
+            pages=shape.total_kv if batch.kv_indices is None else shape.total_pages,
+            max_kv_len=shape.max_kv_len,
+        )
+        return limits
+
+    def _screened(self, target: DeviceTarget, query: Query, pinned: str | None) -> Screened:
+        known = plugins.registry()
+        key = (query.problem, query.graph, pinned, id(known))
+        found = self._screens.get(key)
+        if found is None:
+            found = screen(
+                target, query.problem, known.backends,
+                graph=query.graph, requested=self._requested, pinned=pinned,
+            )  # fmt: skip
+            if len(self._screens) >= _KEPT_SCREENS:
+                self._screens.clear()
+            self._screens[key] = found
+        return found
+
+    def _workspace_size(
+        self, problem: AttentionProblem, batch: HostBatch, mask: MaskBits | None
+    ) -> tuple[int, int]:
+        """Return (float workspace bytes, index array bytes) of a plan; changes nothing."""
+        old = self._state
+        limits = None if self._graph is None else self._limits(old, batch)
+        _, result = self._route(Query(target_of(self.device), problem, batch.shape, limits), batch, old)
+        parts = index_parts(batch, mask, result)
+        sizes = captured_layout(parts, limits) if limits else [(n, p.numel()) for n, p in parts.items()]
+        return result.workspace_bytes, 4 * sum(size + -size % 4 for _, size in sizes)
+
+    def _route(
+        self, query: Query, batch: HostBatch, old: PlanState | None
+    ) -> tuple[RouteDecision, PlanResult]:
+        """Choose, and plan with the choice; a backend that finds late that it cannot is passed over."""
+        pinned = None if old is None or self._graph is None else old.decision.candidate
+        screened = self._screened(query.target, query, pinned)
+        passed: list[Reason] = []
+        while True:
+            decision = choose(screened, query, passed=passed)
+            try:
+                return decision, decision.backend.plan(query, decision.path.name, batch)
+            except Unsupported as late:
+                if self._requested != AUTO or pinned is not None:
+                    raise
+                passed.append(replace(late.reason, candidate=decision.candidate))
+
+    def _fresh_image(
+        self,
+        packed: torch.Tensor,
+        sizes: list[tuple[str, int]],
+        parts: dict[str, torch.Tensor],
+        mask: MaskBits | None,
+    ) -> dict[str, torch.Tensor]:
+        image = upload(packed, sizes, self.device)
+        for name, part in parts.items():
+            if name not in image:
+                image[name] = part.to(torch.int32, copy=True)
+        if mask is not None:
+            image["custom_mask"] = mask.bits
+        return image
+
+    def _make_arena(self, layout: Layout, mask: MaskBits | None) -> GraphArena:
+        assert self._graph is not None
+        bound = {name: t for name, t in self._graph.bound.items() if name in dict(layout)}
+        if mask is not None:
+            bound["custom_mask"] = self._graph.bound["custom_mask"]
+        return GraphArena.make(layout, bound, self.device)
+
+    def _copies(
+        self, arena: GraphArena, packed: torch.Tensor, parts: dict[str, torch.Tensor], mask: MaskBits | None
+    ) -> list[Copy]:
+        copies = arena.writes(packed, parts)
+        if mask is not None:
+            place = arena.image["custom_mask"]
+            if place.numel() < mask.bits.numel():
+                raise ValueError(
+                    needs("custom_mask_buf", f"{mask.bits.numel()} bytes", place.numel(), "core.graph-mask")
+                )
+            copies.append((place[: mask.bits.numel()], mask.bits))
+        return copies
+
+    def _replan(self, **changes: Any) -> None:
+        """Plan the same batch again with another problem (upstream's deprecated ``forward`` arguments)."""
+        old = self._planned()
+        problem = replace(old.query.problem, **changes)
+        if problem == old.query.problem:
+            return
+        mask = None
+        if "custom_mask" in old.image:
+            mask = MaskBits(old.image["custom_mask"], old.image["mask_indptr"].cpu())
+        self._plan(problem, old.batch, mask=mask, q_len_per_req=old.q_len_per_req)
+
+
+def check_bytes(buffer: torch.Tensor, wanted: int) -> None:
+    """Raise ValueError when a workspace is smaller than a plan needs."""
+    given = buffer.numel() * buffer.element_size()
+    if given < wanted:
+        text = needs("float_workspace_buffer", f"{wanted} bytes", given, "core.workspace")
+        raise ValueError(f"{text}; workspace_size() tells the size for the same arguments")

@@ -1,0 +1,242 @@
+"""Find backend packages. A package that fails to load becomes a fact, not a crash."""
+
+from __future__ import annotations
+
+import os
+import threading
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path as FilePath
+
+import pluggy
+
+from . import hookspecs, notices
+from .backend import API_VERSION, AppendBackend, Backend
+from .errors import needs
+from .problem import Op
+from .target import DeviceTarget
+
+GROUP = "attn.backends"
+CONFIG_VARIABLE = "ATTN_CONFIG"
+BLOCK_VARIABLE = "ATTN_DISABLE_PLUGINS"
+
+Config = Mapping[str, Mapping[str, object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A plugin, or one of its backends, that cannot be used, and why, on one line."""
+
+    name: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Registry:
+    """Result of discovery.
+
+    Attributes:
+        backends: Usable backends in the order ``auto`` tries them.
+        broken: What could not be used.
+        targets: Devices the packages know by name.
+        sources: Distribution of each backend, ``name version``.
+    """
+
+    backends: tuple[Backend, ...]
+    broken: tuple[Broken, ...]
+    targets: tuple[DeviceTarget, ...]
+    sources: Mapping[str, str]
+
+
+_options: dict[str, dict[str, object]] = {}
+_registry: Registry | None = None
+_lock = threading.Lock()
+
+
+def configure(backend: str, **options: object) -> None:
+    """Set options a backend will receive when it is created; call before the first wrapper.
+
+    Args:
+        backend: Backend name.
+        **options: Passed to the plugin as given; they win over the ``ATTN_CONFIG`` file's.
+
+    Raises:
+        RuntimeError: Backends were already created.
+    """
+    with _lock:
+        if _registry is not None:
+            raise RuntimeError(
+                needs("configure", "a call before the first use", "backends already exist", "core.configure")
+            )
+        _options.setdefault(backend, {}).update(options)
+
+
+def registry() -> Registry:
+    """Return the process's backends, discovering them on first use."""
+    global _registry
+    if _registry is None:
+        with _lock:
+            if _registry is None:
+                _registry = discover()
+                for broken in _registry.broken:
+                    notices.warn_once(
+                        ("broken", broken), f"plugin {broken.name} is unavailable: {broken.error}"
+                    )
+    return _registry
+
+
+def use(new: Registry | None) -> Registry | None:
+    """Replace the process's backends (for tests and hosts); None discovers again. Returns the old."""
+    global _registry
+    with _lock:
+        old, _registry = _registry, new
+    return old
+
+
+def load_config() -> Config:
+    """Merge the ``[backend.NAME]`` tables of the ``ATTN_CONFIG`` file with ``configure`` options.
+
+    Raises:
+        ValueError: The file the variable names cannot be read or is not valid TOML.
+    """
+    merged: dict[str, dict[str, object]] = {}
+    name = os.environ.get(CONFIG_VARIABLE)
+    if name:
+        try:
+            tables = tomllib.loads(FilePath(name).read_text(encoding="utf-8")).get("backend", {})
+        except (OSError, tomllib.TOMLDecodeError) as err:
+            raise ValueError(
+                needs(CONFIG_VARIABLE, "a readable TOML file", f"{name}: {err}", "core.config")
+            ) from err
+        if not isinstance(tables, dict) or not all(isinstance(t, dict) for t in tables.values()):
+            raise ValueError(needs(CONFIG_VARIABLE, "[backend.NAME] tables", name, "core.config"))
+        merged = {key: dict(table) for key, table in tables.items()}
+    for backend, options in _options.items():
+        merged.setdefault(backend, {}).update(options)
+    return merged
+
+
+def discover(plugins: Sequence[EntryPoint] | None = None, *, config: Config | None = None) -> Registry:
+    """Load every plugin, check it and collect its backends.
+
+    Args:
+        plugins: Entry points; by default all of group ``attn.backends`` that
+            ``ATTN_DISABLE_PLUGINS`` (comma-separated entry point names) does not block.
+        config: Options by backend name; by default those of :func:`load_config`.
+    """
+    from .reference import ReferenceBackend
+
+    options = load_config() if config is None else config
+    found = _Collector()
+    found.add("attn-core", ReferenceBackend(), "attn-core")
+    manager = pluggy.PluginManager(hookspecs.NAME)
+    manager.add_hookspecs(hookspecs)
+    for ep in sorted(_installed() if plugins is None else plugins, key=lambda e: e.name):
+        with found.guard(ep.name):
+            _load(manager, ep, options, found)
+    order = _order(manager, found)
+    return Registry(tuple(order), tuple(found.broken), tuple(found.targets), dict(found.sources))
+
+
+def _installed() -> list[EntryPoint]:
+    blocked = {name.strip() for name in os.environ.get(BLOCK_VARIABLE, "").split(",")}
+    return [ep for ep in entry_points(group=GROUP) if ep.name not in blocked]
+
+
+class _Collector:
+    """What discovery has so far; a failure inside ``guard`` becomes a Broken row."""
+
+    def __init__(self) -> None:
+        self.backends: dict[str, Backend] = {}
+        self.sources: dict[str, str] = {}
+        self.targets: list[DeviceTarget] = []
+        self.broken: list[Broken] = []
+        self._name = ""
+
+    def guard(self, name: str) -> _Collector:
+        self._name = name
+        return self
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, err: BaseException | None, tb: object) -> bool:
+        # SystemExit too: a package that gives up on import must not take the process with it.
+        if not isinstance(err, Exception | SystemExit):
+            return False
+        text = " ".join(str(err).split()) or "no message"
+        self.broken.append(Broken(self._name, f"{type(err).__name__}: {text}"))
+        return True
+
+    def add(self, plugin: str, backend: object, source: str) -> None:
+        fault = _fault(backend)
+        if fault is None and getattr(backend, "name", None) in self.backends:
+            name = getattr(backend, "name", None)
+            fault = needs(
+                "name",
+                "a name not in use",
+                f"{name!r}, taken by {self.sources[str(name)]}",
+                "core.plugin-name",
+            )
+        if fault is not None:
+            self.broken.append(Broken(plugin, fault))
+            return
+        assert isinstance(backend, Backend)
+        self.backends[backend.name], self.sources[backend.name] = backend, source
+
+
+def _load(manager: pluggy.PluginManager, ep: EntryPoint, config: Config, found: _Collector) -> None:
+    plugin = ep.load()
+    manager.register(plugin, name=ep.name)
+    try:
+        manager.check_pending()
+        hooks = manager.subset_hook_caller("attn_backends", _others(manager, plugin))
+        source = ep.name if ep.dist is None else f"{ep.dist.name} {ep.dist.version}"
+        for backends in hooks(api_version=API_VERSION, config=config):
+            for backend in backends:
+                found.add(ep.name, backend, source)
+        for targets in manager.subset_hook_caller("attn_targets", _others(manager, plugin))():
+            found.targets.extend(targets)
+    except BaseException:
+        manager.unregister(plugin)
+        raise
+
+
+def _others(manager: pluggy.PluginManager, plugin: object) -> list[object]:
+    return [other for other in manager.get_plugins() if other is not plugin]
+
+
+def _fault(backend: object) -> str | None:
+    """Return why an object is not a usable backend, or None."""
+    name = getattr(backend, "name", type(backend).__name__)
+    version = getattr(backend, "api_version", None)
+    if version != API_VERSION:
+        return needs(f"{name}: api_version", f"{API_VERSION} (this attn-core)", version, "core.api-version")
+    members = ("name", "rank", "paths", "rules", "unavailable", "prepare", "plan", "run")
+    missing = [member for member in members if not hasattr(backend, member)]
+    if missing or not isinstance(backend, Backend):
+        return needs(
+            str(name), "every member of attn_core.backend.Backend", f"no {', '.join(missing)}", "core.plugin"
+        )
+    if not isinstance(backend.name, str) or not backend.name.isidentifier() or backend.name == "auto":
+        return needs(
+            "name", "a lower-case identifier other than 'auto'", repr(backend.name), "core.plugin-name"
+        )
+    appends = any(Op.APPEND in path.capability.ops for path in backend.paths)
+    if appends and not isinstance(backend, AppendBackend):
+        return needs(str(name), "append(), which its capability claims", "none", "core.plugin")
+    return None
+
+
+def _order(manager: pluggy.PluginManager, found: _Collector) -> list[Backend]:
+    ranked = sorted(found.backends.values(), key=lambda b: (b.rank, b.name))
+    names = tuple(b.name for b in ranked)
+    wanted: Sequence[str] | None = None
+    with found.guard("attn_order"):
+        wanted = manager.hook.attn_order(names=names)
+    if not wanted:
+        return ranked
+    place = {name: at for at, name in enumerate(wanted)}
+    return sorted(ranked, key=lambda b: place.get(b.name, len(place)))

@@ -1,0 +1,53 @@
+"""What the paged and the ragged prefill wrappers share."""
+
+from __future__ import annotations
+
+import torch
+
+from .batch import HostBatch, first_true, to_host
+from .errors import needs
+from .problem import MaskMode
+
+
+def mask_mode(
+    causal: bool, custom_mask: torch.Tensor | None, packed_custom_mask: torch.Tensor | None
+) -> MaskMode:
+    """Return the mask a plan asks for: a custom mask replaces causal."""
+    if custom_mask is not None or packed_custom_mask is not None:
+        return MaskMode.CUSTOM
+    return MaskMode.CAUSAL if causal else MaskMode.NONE
+
+
+def check_lengths(
+    batch: HostBatch,
+    seq_lens_q: torch.Tensor | None,
+    max_token_per_sequence: int | None,
+    max_sequence_kv: int | None,
+    device: torch.device,
+) -> None:
+    """Check what a caller states beside the metadata.
+
+    Raises:
+        ValueError: It contradicts the metadata.
+    """
+    shape = batch.shape
+    for name, stated, actual in (
+        ("max_token_per_sequence", max_token_per_sequence, shape.max_q_len),
+        ("max_sequence_kv", max_sequence_kv, shape.max_kv_len),
+    ):
+        if stated is not None and stated < actual:
+            raise ValueError(
+                needs(name, f"at least {actual}, the longest request", stated, "core.max-length")
+            )
+    if seq_lens_q is None:
+        return
+    given = to_host({"seq_lens_q": seq_lens_q.reshape(-1)}, device)["seq_lens_q"]
+    q_len = batch.qo_indptr[1:] - batch.qo_indptr[:-1]
+    if given.numel() < q_len.numel():
+        want = f"at least batch size {q_len.numel()} entries"
+        raise ValueError(needs("seq_lens_q", want, given.numel(), "core.seq-lens"))
+    differs = given[: q_len.numel()] != q_len
+    if bool(differs.any()):
+        at = first_true(differs)
+        want = f"{int(q_len[at])}, the rows in qo_indptr"
+        raise ValueError(needs(f"seq_lens_q[{at}]", want, int(given[at]), "core.seq-lens"))

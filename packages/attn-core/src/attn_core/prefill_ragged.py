@@ -1,0 +1,251 @@
+"""Batch prefill over contiguous keys and values."""
+
+from __future__ import annotations
+
+from functools import partialmethod
+from typing import Any
+
+import torch
+
+from .arguments import check_workspace, mask_bits, refuse, split_size
+from .batch import ragged_batch
+from .errors import needs
+from .graph_buffers import ragged_buffers
+from .options import Dtype, forward_changes, make_problem
+from .prefill_common import check_lengths, mask_mode
+from .problem import Op, RaggedKV
+from .wrapper import AttentionWrapper
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
+    """Attention of packed query rows over packed keys and values, request by request.
+
+    Args:
+        float_workspace_buffer: Scratch bytes on the device the wrapper works on, 16-byte aligned.
+        kv_layout: ``NHD`` (``[total_kv, heads, dim]``) or ``HND`` (``[heads, total_kv, dim]``).
+        use_cuda_graph: Keep fixed buffers and the shape of the first plan; its rows and keys are the
+            capacity.
+        qo_indptr_buf: Graph mode: int32 ``[batch_size + 1]``; fixes the batch size.
+        kv_indptr_buf: Graph mode: int32 ``[batch_size + 1]``.
+        custom_mask_buf: Graph mode with a custom mask: uint8, as many bytes as masks ever planned.
+        mask_indptr_buf: Graph mode with a custom mask: int32 ``[batch_size + 1]``.
+        backend: ``auto``, a backend, or a candidate ``backend/path``.
+        jit_args: Not supported.
+        jit_kwargs: Not supported.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None,
+        kv_indptr_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None,
+        mask_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        refuse(jit_args=jit_args, jit_kwargs=jit_kwargs)
+        workspace = check_workspace("float_workspace_buffer", float_workspace_buffer)
+        graph = ragged_buffers(
+            use_cuda_graph, workspace.device, qo_indptr_buf, kv_indptr_buf, custom_mask_buf, mask_indptr_buf
+        )
+        super().__init__(workspace, kv_layout, backend, graph)
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int | None = None,
+        custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: Dtype = "float16",
+        kv_data_type: Dtype | None = None,
+        o_data_type: Dtype | None = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: torch.Tensor | None = None,
+        token_pos_in_items_ptr: torch.Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: torch.Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        seq_lens: torch.Tensor | None = None,
+        seq_lens_q: torch.Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        v_indptr: torch.Tensor | None = None,
+        o_indptr: torch.Tensor | None = None,
+        needs_lse: bool = False,
+    ) -> None:
+        """Plan for one batch. Note the order: ``window_left`` comes before ``sm_scale`` here.
+
+        Args:
+            qo_indptr: int32 ``[batch_size + 1]``, first query row of each request.
+            kv_indptr: int32 ``[batch_size + 1]``, first key of each request, in tokens.
+            num_qo_heads: As for the paged wrapper's plan(), like all that follow but:
+            num_kv_heads: See there.
+            head_dim_qk: See there.
+            head_dim_vo: See there.
+            custom_mask: See there.
+            packed_custom_mask: See there.
+            causal: See there.
+            pos_encoding_mode: See there.
+            use_fp16_qk_reduction: See there.
+            window_left: See there.
+            logits_soft_cap: See there.
+            sm_scale: See there.
+            rope_scale: See there.
+            rope_theta: See there.
+            q_data_type: See there.
+            kv_data_type: See there.
+            o_data_type: See there.
+            non_blocking: See there.
+            prefix_len_ptr: Not supported.
+            token_pos_in_items_ptr: Not supported.
+            token_pos_in_items_len: Not supported.
+            max_item_len_ptr: Not supported.
+            fixed_split_size: In tokens here.
+            disable_split_kv: See there.
+            seq_lens: Must not exceed the lengths in ``kv_indptr``.
+            seq_lens_q: See there.
+            max_token_per_sequence: See there.
+            max_sequence_kv: See there.
+            v_indptr: Not supported.
+            o_indptr: Not supported.
+            needs_lse: See there.
+
+        Raises:
+            ValueError: An argument does not fit, or names what is frozen in graph mode.
+            TypeError: An argument has the wrong type.
+            NotImplementedError: No backend serves the combination.
+        """
+        refuse(
+            prefix_len_ptr=prefix_len_ptr, token_pos_in_items_ptr=token_pos_in_items_ptr,
+            token_pos_in_items_len=token_pos_in_items_len, max_item_len_ptr=max_item_len_ptr,
+            v_indptr=v_indptr, o_indptr=o_indptr,
+        )  # fmt: skip
+        mode = mask_mode(causal, custom_mask, packed_custom_mask)
+        problem = make_problem(
+            Op.PREFILL_RAGGED, (num_qo_heads, num_kv_heads), (head_dim_qk, head_dim_vo or head_dim_qk),
+            q_data_type, q_data_type if kv_data_type is None else kv_data_type, o_data_type,
+            RaggedKV(self._kv_layout), mode, pos_encoding_mode, window_left, logits_soft_cap,
+            sm_scale, rope_scale, rope_theta, needs_lse, True, split_size(fixed_split_size), disable_split_kv,
+        )  # fmt: skip
+        batch = ragged_batch(qo_indptr, kv_indptr, device=self.device, seq_lens=seq_lens)
+        check_lengths(batch, seq_lens_q, max_token_per_sequence, max_sequence_kv, self.device)
+        self._plan(problem, batch, mask=mask_bits(custom_mask, packed_custom_mask, batch, self.device))
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *args: object,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        o_scale: float | torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        kv_cache_sf: object | None = None,
+    ) -> Result:
+        """Attend with the plan in force. May be captured in graph mode.
+
+        Args:
+            q: ``[qo_indptr[-1], num_qo_heads, head_dim_qk]``, any strides.
+            k: ``[>= kv_indptr[-1], num_kv_heads, head_dim_qk]`` (NHD; heads first in HND), any strides.
+            v: As ``k``, with ``head_dim_vo``; its strides are its own.
+            *args: None are taken.
+            q_scale: Multiplies q; a number or a one-element tensor, as the next two.
+            k_scale: Multiplies k.
+            v_scale: Multiplies the output.
+            o_scale: Not supported.
+            out: ``[rows, num_qo_heads, head_dim_vo]`` of the planned output type.
+            lse: float32 ``[rows, num_qo_heads]``.
+            return_lse: Also return the log-sum-exp, base 2; -inf where there is no key.
+            enable_pdl: A launch hint of upstream without meaning here; has no effect on results.
+            kv_cache_sf: Not supported.
+
+        Returns:
+            ``out``, or ``(out, lse)``; contiguous unless given.
+
+        Raises:
+            ValueError: No plan, or a tensor differs from what was planned.
+            NotImplementedError: An argument no backend here has.
+        """
+        if args:
+            raise TypeError(needs("run", "q, k and v by position", f"{len(args)} more", "core.arguments"))
+        refuse(o_scale=o_scale, kv_cache_sf=kv_cache_sf)
+        for name, t in (("k", k), ("v", v)):
+            if not isinstance(t, torch.Tensor) or t.ndim != 3:
+                raise ValueError(
+                    needs(name, "a 3-D tensor", getattr(t, "shape", type(t).__name__), "core.kv-shape")
+                )
+        if self._kv_layout == "HND":
+            k, v = k.transpose(0, 1), v.transpose(0, 1)
+        return self._run(q, k, v, out, lse, return_lse, q_scale, k_scale, v_scale)
+
+    run_return_lse = partialmethod(run, return_lse=True)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> torch.Tensor:
+        """Upstream's deprecated run(); replaces planned values as the paged wrapper's ``forward`` does."""
+        self._forward_causal(causal, forward_changes(
+            pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
+        ))  # fmt: skip
+        out = self.run(q, k, v)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    def forward_return_lse(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :meth:`forward`, returning ``(out, lse)``."""
+        self._forward_causal(causal, forward_changes(
+            pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
+        ))  # fmt: skip
+        both = self.run(q, k, v, return_lse=True)
+        assert isinstance(both, tuple)
+        return both
+
+    begin_forward = plan

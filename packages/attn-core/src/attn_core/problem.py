@@ -1,0 +1,186 @@
+"""What is asked of a backend, apart from the batch: the facts of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import torch
+
+from .errors import needs
+
+
+class Op(StrEnum):
+    """Entry points a backend may serve."""
+
+    DECODE = "decode"
+    """Paged decode, one query row per request."""
+    VERIFY = "verify"
+    """Paged decode with ``q_len_per_req`` > 1 rows per request: a chain of draft tokens, causal."""
+    PREFILL_PAGED = "prefill_paged"
+    PREFILL_RAGGED = "prefill_ragged"
+    PREFILL_SINGLE = "prefill_single"
+    DECODE_SINGLE = "decode_single"
+    APPEND = "append"
+    """Write new keys and values into a paged cache."""
+
+    @property
+    def paged(self) -> bool:
+        """Whether keys and values live in pages."""
+        return self in (Op.DECODE, Op.VERIFY, Op.PREFILL_PAGED, Op.APPEND)
+
+
+class MaskMode(StrEnum):
+    """Which keys a query row may see.
+
+    CAUSAL is bottom-right aligned: the last query row sees every key. CUSTOM is a bit per (query
+    row, key) and replaces causal; it is how a tree of draft tokens is verified.
+    """
+
+    NONE = "none"
+    CAUSAL = "causal"
+    CUSTOM = "custom"
+
+
+class PosEncoding(StrEnum):
+    """Position encoding applied inside the kernel."""
+
+    NONE = "NONE"
+    ROPE_LLAMA = "ROPE_LLAMA"
+    ALIBI = "ALIBI"
+
+
+KV_ORDERS = ("NHD", "HND")
+
+
+def check_kv_order(order: str) -> str:
+    """Return ``order`` if it names a layout.
+
+    Raises:
+        ValueError: It does not.
+    """
+    if order not in KV_ORDERS:
+        raise ValueError(needs("kv_layout", "'NHD' or 'HND'", repr(order), "core.kv-layout"))
+    return order
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKV:
+    """Paged cache: NHD ``[pages, page_size, heads, dim]`` or HND ``[pages, heads, page_size, dim]``."""
+
+    page_size: int
+    order: str = "NHD"
+
+    def __post_init__(self) -> None:
+        check_kv_order(self.order)
+        if self.page_size < 1:
+            raise ValueError(needs("page_size", "at least 1", self.page_size, "core.page-size"))
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedKV:
+    """Contiguous keys and values: NHD ``[total_kv, heads, dim]`` or HND ``[heads, total_kv, dim]``."""
+
+    order: str = "NHD"
+
+    def __post_init__(self) -> None:
+        check_kv_order(self.order)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionProblem:
+    """Everything about a call that is not its batch. Hashable; holds no tensor.
+
+    Attributes:
+        op: Entry point.
+        num_qo_heads: Query heads, a multiple of ``num_kv_heads``.
+        num_kv_heads: Key/value heads.
+        head_dim_qk: Elements of a query or key head.
+        head_dim_vo: Elements of a value or output head.
+        q_dtype: Query type.
+        kv_dtype: Cache type. Its bytes are read as this type and no other.
+        o_dtype: Output type.
+        kv: Layout of keys and values.
+        mask: Which keys a row sees.
+        pos_encoding: Position encoding applied by the kernel.
+        window_left: Keys to the left of the diagonal a row may see besides its own; -1 for all.
+        logits_soft_cap: ``cap * tanh(x / cap)`` before the mask; 0 for none.
+        sm_scale: Multiplies ``q @ k``.
+        rope_scale: Position divisor of ROPE_LLAMA.
+        rope_theta: Base of ROPE_LLAMA.
+        needs_lse: The caller will ask for the log-sum-exp.
+        use_tensor_cores: Decode was asked for on the matrix path.
+        fixed_split_size: Cut every request's keys into chunks of this many pages (tokens when ragged),
+            so that a request's bits do not depend on the rest of its batch; None lets the planner cut.
+        disable_split_kv: Never cut; gives the same independence.
+    """
+
+    op: Op
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    o_dtype: torch.dtype
+    kv: PagedKV | RaggedKV
+    mask: MaskMode = MaskMode.NONE
+    pos_encoding: PosEncoding = PosEncoding.NONE
+    window_left: int = -1
+    logits_soft_cap: float = 0.0
+    sm_scale: float = 1.0
+    rope_scale: float = 1.0
+    rope_theta: float = 1e4
+    needs_lse: bool = False
+    use_tensor_cores: bool = False
+    fixed_split_size: int | None = None
+    disable_split_kv: bool = False
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _positive(
+            num_qo_heads=self.num_qo_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim_qk=self.head_dim_qk,
+            head_dim_vo=self.head_dim_vo,
+        )
+        if self.num_qo_heads % self.num_kv_heads:
+            want = f"a multiple of num_kv_heads {self.num_kv_heads}"
+            raise ValueError(needs("num_qo_heads", want, self.num_qo_heads, "core.heads"))
+        if self.window_left < -1:
+            raise ValueError(needs("window_left", "-1 or more", self.window_left, "core.window"))
+        if not self.logits_soft_cap >= 0:
+            raise ValueError(needs("logits_soft_cap", "0 or more", self.logits_soft_cap, "core.soft-cap"))
+        if self.fixed_split_size is not None:
+            _positive(fixed_split_size=self.fixed_split_size)
+        # Routing looks the problem up on every plan; hashing eighteen fields each time would be most of it.
+        object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in _HASHED)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def gqa_group_size(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a request's bits must not depend on the rest of its batch."""
+        return self.disable_split_kv or self.fixed_split_size is not None
+
+    @property
+    def page_size(self) -> int | None:
+        """Tokens per page, or None when keys and values are not paged."""
+        return self.kv.page_size if isinstance(self.kv, PagedKV) else None
+
+
+_HASHED = tuple(name for name in AttentionProblem.__dataclass_fields__ if name != "_hash")
+
+
+def _positive(**values: int) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(needs(name, "an int", type(value).__name__, "core.heads"))
+        if value < 1:
+            raise ValueError(needs(name, "at least 1", value, "core.heads"))

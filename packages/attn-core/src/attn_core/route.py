@@ -1,0 +1,227 @@
+"""Choose a candidate: one walk over an ordered list, one explanation for every candidate.
+
+``screen`` asks what does not depend on the batch, once per (device, problem). ``choose`` asks the
+rest, per plan. Both are pure: equal questions get equal answers, whatever was planned before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from . import rules
+from .backend import Backend, Path
+from .errors import NoRoute
+from .problem import AttentionProblem
+from .query import GraphLimits, Query
+from .reasons import Code, Reason, Stage
+from .target import DeviceTarget
+
+AUTO = "auto"
+PINNED = Code(
+    "core.graph-pinned",
+    Stage.CAPABILITY,
+    "a captured graph replays {limit} and nothing else",
+    quiet=True,
+    meaning="The wrapper's graph already holds another candidate.",
+)
+NOT_REQUESTED = Code(
+    "core.not-requested",
+    Stage.CAPABILITY,
+    "the caller asked for {limit}",
+    quiet=True,
+    meaning="backend= names something else.",
+)
+CODES = (PINNED, NOT_REQUESTED)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One path of one backend, with what screening said about it."""
+
+    backend: Backend
+    path: Path
+    name: str
+    refusals: tuple[Reason, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RouteDecision:
+    """The chosen candidate and every refusal met on the way, in order.
+
+    Attributes:
+        candidate: ``backend/path``.
+        backend: The backend object.
+        path: The path.
+        refused: Reasons of the candidates tried before it.
+        requested: What the caller asked for.
+    """
+
+    candidate: str
+    backend: Backend = field(compare=False)
+    path: Path = field(compare=False)
+    refused: tuple[Reason, ...]
+    requested: str
+
+    @property
+    def fallback_reason(self) -> str | None:
+        """Why a better-ranked candidate was passed over, on one line; None when none was.
+
+        Causes nobody can act on (a backend for another device) do not count; ``refused`` has them.
+        """
+        told = [str(reason) for reason in self.refused if not reason.code.quiet]
+        return "; ".join(told) if told else None
+
+
+@dataclass(slots=True)
+class Screened:
+    """The batch-independent half of a decision for one (device, problem, capture)."""
+
+    target: DeviceTarget
+    problem: AttentionProblem
+    graph: GraphLimits | None
+    requested: str
+    candidates: tuple[Candidate, ...]
+    prepared: set[str] = field(default_factory=set)
+
+
+def screen(
+    target: DeviceTarget,
+    problem: AttentionProblem,
+    backends: Sequence[Backend],
+    *,
+    graph: GraphLimits | None = None,
+    requested: str = AUTO,
+    pinned: str | None = None,
+) -> Screened:
+    """Run the stages that do not look at a batch, for every candidate.
+
+    Args:
+        target: Device to decide for; it need not be here.
+        problem: What is asked.
+        backends: Owners of the candidates, most preferred first.
+        graph: Capacities when the call will be captured.
+        requested: ``auto``, a backend, or a candidate ``backend/path``.
+        pinned: Candidate of a captured graph; nothing else may be chosen.
+
+    Raises:
+        NoRoute: ``requested`` names nothing that is installed.
+    """
+    known = [b.name for b in backends] + [f"{b.name}/{p.name}" for b in backends for p in b.paths]
+    if requested != AUTO and requested not in known:
+        names = ", ".join([AUTO, *(b.name for b in backends)])
+        raise NoRoute(f"backend: needs one of {names}, got {requested!r} [core.backend-name]", ())
+    found = []
+    for backend in backends:
+        missing = backend.unavailable(target)
+        for path in backend.paths:
+            name = f"{backend.name}/{path.name}"
+            refusals: tuple[Reason, ...]
+            if requested not in (AUTO, backend.name, name):
+                refusals = (Reason(NOT_REQUESTED, name, requested),)
+            elif pinned is not None and pinned != name:
+                refusals = (Reason(PINNED, name, pinned),)
+            else:
+                refusals = _static(target, problem, graph, path, name, missing)
+            found.append(Candidate(backend, path, name, refusals))
+    return Screened(target, problem, graph, requested, tuple(found))
+
+
+def _static(
+    target: DeviceTarget,
+    problem: AttentionProblem,
+    graph: GraphLimits | None,
+    path: Path,
+    name: str,
+    missing: Reason | None,
+) -> tuple[Reason, ...]:
+    """AVAILABILITY, else CAPABILITY: the first stage that has anything to say."""
+    stated = tuple(path.capability.refusals(target, problem, graph, name))
+    first = tuple(r for r in stated if r.code.stage is Stage.AVAILABILITY)
+    if missing is not None and not first:
+        first = (Reason(missing.code, name, missing.limit, missing.got),)
+    return first or stated
+
+
+def _dynamic(screened: Screened, candidate: Candidate, query: Query, *, prefer: bool) -> tuple[Reason, ...]:
+    """Per-batch CAPABILITY, then PREFERENCE if the choice is ours, in that order."""
+    said = rules.apply(candidate.backend.rules, query, candidate.path.name, candidate.name)
+    if not said:
+        return ()
+    wrong = tuple(r for r in said if r.code.stage is not Stage.PREFERENCE)
+    return wrong or (said if prefer else ())
+
+
+def _prepare(screened: Screened, candidate: Candidate) -> Reason | None:
+    if candidate.name in screened.prepared:
+        return None
+    reason = candidate.backend.prepare(screened.target, screened.problem, candidate.path.name)
+    if reason is None:
+        screened.prepared.add(candidate.name)
+        return None
+    return Reason(reason.code, candidate.name, reason.limit, reason.got)
+
+
+def choose(screened: Screened, query: Query, *, passed: Iterable[Reason] = ()) -> RouteDecision:
+    """Return the first candidate that nothing speaks against.
+
+    Args:
+        screened: Result of :func:`screen` for the query's device, problem and capture.
+        query: The complete question.
+        passed: Reasons found after an earlier choice (a plan that raised Unsupported); their
+            candidates are skipped.
+
+    Raises:
+        NoRoute: Every candidate was refused; holds all reasons.
+    """
+    extra = tuple(passed)
+    skip = {reason.candidate for reason in extra}
+    refused: list[Reason] = []
+    prefer = screened.requested == AUTO and not _is_pinned(screened)
+    for candidate in screened.candidates:
+        reasons = candidate.refusals
+        if candidate.name in skip:
+            reasons = tuple(r for r in extra if r.candidate == candidate.name)
+        elif not reasons:
+            if candidate.backend.rules:
+                reasons = _dynamic(screened, candidate, query, prefer=prefer)
+            if not reasons:
+                unready = _prepare(screened, candidate)
+                if unready is None:
+                    return RouteDecision(
+                        candidate.name, candidate.backend, candidate.path, tuple(refused), screened.requested
+                    )
+                reasons = (unready,)
+        refused.extend(reasons)
+    relevant = [r for r in refused if r.code not in CODES] or refused
+    p = query.problem
+    raise NoRoute(f"backend: no candidate of {screened.requested!r} can serve {p.op.value}:", relevant)
+
+
+def _is_pinned(screened: Screened) -> bool:
+    return any(r.code is PINNED for c in screened.candidates for r in c.refusals)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What an explanation says of one candidate; no refusal means it could serve."""
+
+    candidate: str
+    chosen: bool
+    refusals: tuple[Reason, ...]
+
+
+def explain(screened: Screened, query: Query) -> tuple[Verdict, ...]:
+    """Judge every candidate, those after the chosen one too, without building anything.
+
+    PREPARE is left out: it would compile, and the device may not be here.
+    """
+    prefer = screened.requested == AUTO and not _is_pinned(screened)
+    verdicts: list[Verdict] = []
+    taken = False
+    for candidate in screened.candidates:
+        reasons = candidate.refusals or _dynamic(screened, candidate, query, prefer=prefer)
+        chosen = not reasons and not taken
+        taken = taken or chosen
+        verdicts.append(Verdict(candidate.name, chosen, reasons))
+    return tuple(verdicts)

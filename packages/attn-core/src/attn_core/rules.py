@@ -1,0 +1,46 @@
+"""A routing rule: one named, pure test that may decline one candidate for one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from .problem import Op
+from .query import Query
+from .reasons import Code, Reason
+
+Verdict = tuple[object, object] | None
+"""(limit, got) to decline, None to let pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Belongs to the backend it can decline; ``code.stage`` says what it is.
+
+    PREFERENCE rules (right but slow) are skipped when the caller names a backend or a captured graph
+    pins one. CAPABILITY rules (the answer would be wrong) always hold.
+
+    Attributes:
+        code: The cause it reports.
+        ops: Entry points it looks at.
+        paths: This backend's paths it looks at.
+        test: Pure function of the query. The returned limit must not depend on the batch.
+    """
+
+    code: Code
+    ops: frozenset[Op]
+    paths: frozenset[str]
+    test: Callable[[Query], Verdict]
+
+    def decline(self, query: Query, path: str, candidate: str) -> Reason | None:
+        """Apply to one candidate; a rule about another op or path never sees the query."""
+        if query.problem.op not in self.ops or path not in self.paths:
+            return None
+        found = self.test(query)
+        return None if found is None else Reason(self.code, candidate, *found)
+
+
+def apply(rules: Iterable[Rule], query: Query, path: str, candidate: str) -> tuple[Reason, ...]:
+    """Return every reason the rules give, not only the first."""
+    found = (rule.decline(query, path, candidate) for rule in rules)
+    return tuple(reason for reason in found if reason is not None)

@@ -1,0 +1,332 @@
+"""The acceptance step of speculative decoding: which draft tokens stay, and which token follows them.
+
+The law of the tokens that come out is the target model's own, provided that each draft id was drawn from the
+row of ``draft_probs`` given with it (Leviathan, Kalman, Matias 2023; Chen et al. 2023).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .errors import needs
+from .philox import philox4x32, uniform53
+
+_PROB_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_ID_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64)
+_SEED_DTYPES = (torch.int64, torch.uint64)
+_PAD = -1
+# Weights are scaled so that the largest of a row has this many bits in front of the point ...
+_WEIGHT_BITS = 40
+# ... which keeps a row's sum in int64 for this many of them.
+_MAX_VOCAB = 2**22
+_FLOAT32_BIAS = 127
+# Rows that nowhere reach 2**-80 are scaled as if they did: the scale itself has to be a float32.
+_MIN_EXPONENT = -80
+_SMALLEST = 2.0 ** (_MIN_EXPONENT + 1 - _WEIGHT_BITS)  # the smallest weight that is not truncated to 0 then
+
+
+@torch.no_grad()
+def chain_speculative_sampling(
+    draft_probs: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    target_probs: torch.Tensor,
+    maybe_output_accepted_token_num: torch.Tensor | None = None,
+    maybe_output_emitted_draft_token_num: torch.Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    seed: int | torch.Tensor | None = None,
+    offset: int | torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Accept a prefix of each request's draft chain and sample the one token that follows it.
+
+    With ``q = draft_probs[r, i, id]``, ``p = target_probs[r, i, id]`` and a uniform ``u`` in [0, 1), draft
+    ``i`` passes if ``u * q < p`` (so ``p >= q > 0`` always does). The chain is accepted up to its first draft
+    that does not pass; the token there is drawn from ``max(0, target row - draft row)``, normalised, or from
+    the target row if that is zero everywhere. A chain accepted to its end is followed by a bonus token from
+    the next target row. Rows need not be normalised for that draw. Only *chains*: draft ``i + 1`` continues
+    draft ``i``.
+
+    A draft id of -1 ends the request's chain: what stands behind it is not a draft, and the target row at
+    that position gives the bonus token. Where no token can be drawn, because the target row (or, after a
+    rejection, the draft row) holds a NaN, an infinity or a negative number, or the target row is zero, the
+    output is -1 from there on. No row has an influence on another.
+
+    Random numbers come from Philox4x32-10 as a function of (seed, offset, row, position), so equal arguments
+    give equal tokens, on every device; ids are found in exact integer arithmetic (weights below 2**-40 of
+    their row's largest count as 0). See also ``docs/sampling.md``.
+
+    * ``seed`` and ``offset``: each other ``offset`` (or ``seed``) is another set of random numbers; adding 1
+      between two calls is enough. They are not changed.
+    * Neither: one 63-bit seed is drawn from ``generator`` (or torch's default one) by ``Tensor.random_()``.
+      That advances it as this call always does: by 4 for a CUDA or HIP generator, by one 64-bit draw for a
+      CPU one.
+
+    Reads nothing back from a device. May be called during graph capture if ``seed`` and ``offset`` are device
+    tensors: a replay reads what they hold then, so change one of them before each.
+
+    Args:
+        draft_probs: ``[batch_size, n, vocab_size]`` float16, bfloat16, float32 or float64 (rounded to float32
+            where a token is drawn). The rows that the ids were drawn from. ``n`` and ``batch_size`` may be 0.
+        draft_token_ids: ``[batch_size, n]``, a signed integer dtype; -1 or in [0, vocab_size).
+        target_probs: ``[batch_size, n + 1, vocab_size]``, dtype as ``draft_probs`` or another of these.
+        maybe_output_accepted_token_num: ``[batch_size]`` int32, *added to* in place, or None for a new
+            tensor. The number of drafts that pass on their own, also behind the first one that does not.
+        maybe_output_emitted_draft_token_num: ``[batch_size]`` int32, likewise: length of the accepted prefix.
+        deterministic: Accepted for FlashInfer's signature. The result is deterministic either way.
+        generator: On the CPU or on the device of ``draft_probs``. Not touched if a seed is given.
+        seed: int (64 bits, any sign), or an int64 or uint64 tensor on the device of ``draft_probs``: ``[1]``,
+            or ``[batch_size]`` for a seed per request. With the latter a request's tokens do not depend on
+            its row; equal seeds then mean equal random numbers.
+        offset: As ``seed``, and given exactly if it is; both are ints or both tensors.
+
+    Returns:
+        ``(tokens, accepted, emitted)``: ``tokens`` ``[batch_size, n + 1]`` int32, the accepted drafts, the
+        token that follows, then -1; the two counters, which are the tensors given, where they were given.
+
+    Raises:
+        TypeError: A dtype is not as above.
+        ValueError: Shapes or devices do not fit together; ``seed`` or ``offset`` is missing, out of range, or
+            is not a device tensor during capture; the generator is on a third device; ``vocab_size`` is not
+            in [1, 2**22]. On the CPU also: a draft id is outside [-1, vocab_size). On a device it ends the
+            chain as -1 does.
+    """
+    _check_probs(draft_probs, draft_token_ids, target_probs)
+    counters = {
+        "maybe_output_accepted_token_num": maybe_output_accepted_token_num,
+        "maybe_output_emitted_draft_token_num": maybe_output_emitted_draft_token_num,
+    }
+    batch_size, n, vocab_size = draft_probs.shape
+    device = draft_probs.device
+    for name, counter in counters.items():
+        if counter is not None:
+            _check_counter(name, counter, batch_size, device)
+    _check_randomness(seed, offset, generator, batch_size, device)
+    ids = draft_token_ids.to(torch.int64)
+    if device.type == "cpu":
+        _check_ids(ids, vocab_size)
+    is_draft = ((ids >= 0) & (ids < vocab_size)).cumprod(1).bool()
+
+    u_accept, u_token = _uniforms(*_seed_and_offset(seed, offset, generator, device), batch_size, n + 1)
+    passed = is_draft & _passes(draft_probs, target_probs, ids.clamp(0, vocab_size - 1), u_accept[:, :n])
+    emitted = passed.cumprod(1).sum(1)
+    rejected = emitted < is_draft.sum(1)
+    token = _draw(_weights(draft_probs, target_probs, emitted, rejected), u_token.gather(1, emitted[:, None]))
+
+    position = torch.arange(n + 1, device=device)
+    tokens = torch.nn.functional.pad(ids, (0, 1)).masked_fill_(position >= emitted[:, None], _PAD)
+    tokens = torch.where(position == emitted[:, None], token[:, None], tokens).to(torch.int32)
+    accepted_out, emitted_out = (
+        torch.zeros(batch_size, dtype=torch.int32, device=device) if counter is None else counter
+        for counter in counters.values()
+    )
+    return tokens, accepted_out.add_(passed.sum(1)), emitted_out.add_(emitted)
+
+
+def _passes(
+    draft_probs: torch.Tensor, target_probs: torch.Tensor, ids: torch.Tensor, u: torch.Tensor
+) -> torch.Tensor:
+    """Test every draft on its own, ``[batch_size, n]``. NaN, infinite and negative numbers fail."""
+    q = draft_probs.gather(2, ids[..., None]).squeeze(2).to(torch.float64)
+    p = target_probs[:, : ids.shape[1]].gather(2, ids[..., None]).squeeze(2).to(torch.float64)
+    usable = (q >= 0) & (p > 0) & (p < float("inf"))
+    # The second term is implied where u < 1 and nothing rounds or underflows; it is what must hold.
+    return usable & ((u * q < p) | (q <= p))
+
+
+def _weights(
+    draft_probs: torch.Tensor, target_probs: torch.Tensor, position: torch.Tensor, rejected: torch.Tensor
+) -> torch.Tensor:
+    """Return ``[batch_size, vocab_size]``: what each last token is drawn from, zero if none can be."""
+    rows = torch.arange(position.numel(), device=position.device)
+    weights = target = target_probs[rows, position].to(torch.float32)
+    drawable = _is_law(target)
+    if draft_probs.shape[1] > 0:
+        draft = draft_probs[rows, position.clamp(max=draft_probs.shape[1] - 1)].to(torch.float32)
+        drawable &= _is_law(draft) | ~rejected
+        residual = torch.sub(target, draft, out=draft).clamp_(min=0)
+        use_residual = rejected & (residual.amax(1) >= _SMALLEST)
+        weights = torch.where(use_residual[:, None], residual, target)
+    return weights.masked_fill_(~drawable[:, None], 0.0)
+
+
+def _is_law(rows: torch.Tensor) -> torch.Tensor:
+    """Whether all numbers of a row are finite and not negative (NaN makes every comparison false)."""
+    low, high = torch.aminmax(rows, dim=1)
+    return (low >= 0) & (high < float("inf"))
+
+
+def _draw(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Draw one index per row: the first whose running sum exceeds ``u`` ``[rows, 1]`` times the total.
+
+    That is never an index of weight 0; a row of zeros gives -1.
+    """
+    running = _fixed_point(weights).cumsum_(1)
+    total = running[:, -1:].contiguous()
+    # The product may round up to the total itself.
+    threshold = torch.minimum((u * total.to(torch.float64)).to(torch.int64), total - 1)
+    return torch.searchsorted(running, threshold, right=True).masked_fill_(total == 0, _PAD).squeeze(1)
+
+
+def _fixed_point(weights: torch.Tensor) -> torch.Tensor:
+    """Scale each row by a power of two and truncate to integers below ``2**_WEIGHT_BITS``.
+
+    Overwrites its input. Sums of integers do not depend on their order. With them the draw is reproducible on
+    and across devices, which a floating-point scan is not. The scale is put together from exponent bits, so
+    it too is exact.
+    """
+    exponent = (weights.amax(1, keepdim=True).view(torch.int32) >> 23) - _FLOAT32_BIAS
+    scale_exponent = _WEIGHT_BITS - 1 - exponent.clamp_(min=_MIN_EXPONENT)
+    scale = ((scale_exponent + _FLOAT32_BIAS) << 23).view(torch.float32)
+    return weights.mul_(scale).to(torch.int64)
+
+
+def _uniforms(
+    seed: torch.Tensor, offset: torch.Tensor, rows: int, positions: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two float64 uniforms in [0, 1) for each row and position, ``[rows, positions]`` each.
+
+    The counter is (offset, row, position + 1). Torch's and FlashInfer's own kernels have 0 in the last word,
+    so a seed used there too gives other numbers here.
+    """
+    row = torch.arange(rows, device=seed.device)[:, None]
+    if seed.numel() > 1:
+        row = torch.zeros_like(row)  # a seed per request replaces the row number
+    position = torch.arange(1, positions + 1, device=seed.device)
+    offset = offset[:, None]
+    counter = (offset & 0xFFFFFFFF, (offset >> 32) & 0xFFFFFFFF, row, position)
+    words = philox4x32(counter, seed[:, None])
+    return uniform53(words[0], words[1]), uniform53(words[2], words[3])
+
+
+def _seed_and_offset(
+    seed: int | torch.Tensor | None,
+    offset: int | torch.Tensor | None,
+    generator: torch.Generator | None,
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both as int64 tensors of 1 or ``batch_size`` entries; may advance the generator."""
+    if isinstance(seed, torch.Tensor) and isinstance(offset, torch.Tensor):
+        return seed.view(torch.int64).reshape(-1), offset.view(torch.int64).reshape(-1)
+    if seed is None or offset is None:
+        source = device if generator is None else generator.device
+        drawn = torch.empty(1, dtype=torch.int64, device=source).random_(generator=generator)
+        if source == device:
+            return drawn, torch.zeros_like(drawn)
+        seed, offset = int(drawn), 0
+    return _fill(int(seed), device), _fill(int(offset), device)
+
+
+def _fill(value: int, device: torch.device) -> torch.Tensor:
+    """Return a 64-bit int as a tensor: by a fill, since a copy from the host may wait for the device."""
+    signed = value - 2**64 if value >= 2**63 else value
+    return torch.full((1,), signed, dtype=torch.int64, device=device)
+
+
+def _check_probs(
+    draft_probs: torch.Tensor, draft_token_ids: torch.Tensor, target_probs: torch.Tensor
+) -> None:
+    for name, probs in (("draft_probs", draft_probs), ("target_probs", target_probs)):
+        if probs.dtype not in _PROB_DTYPES:
+            wanted = "float16, bfloat16, float32 or float64"
+            raise TypeError(needs(name, wanted, probs.dtype, "core.sampling-dtype"))
+    if draft_token_ids.dtype not in _ID_DTYPES:
+        wanted = "a signed integer dtype"
+        raise TypeError(needs("draft_token_ids", wanted, draft_token_ids.dtype, "core.sampling-dtype"))
+    if draft_probs.dim() != 3:
+        wanted = "3 dimensions [batch_size, n, vocab_size]"
+        got = f"shape {tuple(draft_probs.shape)}"
+        raise ValueError(needs("draft_probs", wanted, got, "core.sampling-shape"))
+    batch_size, n, vocab_size = draft_probs.shape
+    if not 1 <= vocab_size <= _MAX_VOCAB:
+        wanted = f"a vocab_size of 1 to {_MAX_VOCAB}"
+        raise ValueError(needs("draft_probs", wanted, vocab_size, "core.sampling-vocab"))
+    for name, tensor, shape in (
+        ("draft_token_ids", draft_token_ids, (batch_size, n)),
+        ("target_probs", target_probs, (batch_size, n + 1, vocab_size)),
+    ):
+        if tuple(tensor.shape) != shape:
+            wanted = f"shape {shape}, from draft_probs"
+            raise ValueError(needs(name, wanted, tuple(tensor.shape), "core.sampling-shape"))
+        _check_device(name, tensor, draft_probs.device)
+
+
+def _check_ids(ids: torch.Tensor, vocab_size: int) -> None:
+    in_front_of_pad = (ids != _PAD).cumprod(1).bool()
+    outside = in_front_of_pad & ((ids < 0) | (ids >= vocab_size))
+    if bool(outside.any()):
+        row, column = divmod(int(outside.to(torch.uint8).argmax()), ids.shape[1])
+        wanted = f"-1 (end of the draft) or an id in [0, {vocab_size})"
+        got = f"{int(ids[row, column])} at [{row}, {column}]"
+        raise ValueError(needs("draft_token_ids", wanted, got, "core.draft-token-id"))
+
+
+def _check_counter(name: str, counter: torch.Tensor, batch_size: int, device: torch.device) -> None:
+    if counter.dtype != torch.int32:
+        raise TypeError(
+            needs(name, "int32 (a converted copy would lose the counts)", counter.dtype, "core.counter")
+        )
+    if tuple(counter.shape) != (batch_size,):
+        raise ValueError(needs(name, f"shape ({batch_size},)", tuple(counter.shape), "core.counter"))
+    if batch_size > 1 and counter.stride(0) == 0:
+        raise ValueError(needs(name, "one memory location per request", "an expanded tensor", "core.counter"))
+    _check_device(name, counter, device)
+
+
+def _check_randomness(
+    seed: int | torch.Tensor | None,
+    offset: int | torch.Tensor | None,
+    generator: torch.Generator | None,
+    batch_size: int,
+    device: torch.device,
+) -> None:
+    given = {"seed": seed, "offset": offset}
+    kinds = {
+        name: "a tensor" if isinstance(value, torch.Tensor) else type(value).__name__
+        for name, value in given.items()
+    }
+    tensors = [isinstance(value, torch.Tensor) for value in given.values()]
+    if (seed is None) != (offset is None) or any(tensors) != all(tensors):
+        got = f"{kinds['seed']} and {kinds['offset']}"
+        wanted = "both or neither; both tensors or both scalars"
+        raise ValueError(needs("seed and offset", wanted, got, "core.seed"))
+    if not all(tensors) and _capturing(device):
+        wanted = "device tensors during graph capture (a replay would repeat the numbers for ever)"
+        raise ValueError(needs("seed and offset", wanted, kinds["seed"], "core.seed-capture"))
+    if seed is None:
+        if generator is not None and generator.device not in (device, torch.device("cpu")):
+            wanted = f"a generator on the CPU or on {device}"
+            raise ValueError(needs("generator", wanted, generator.device, "core.generator-device"))
+        return
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor):
+            _check_seed_tensor(name, value, batch_size, device)
+        else:
+            _check_seed_int(name, value)
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _check_seed_tensor(name: str, value: torch.Tensor, batch_size: int, device: torch.device) -> None:
+    if value.dtype not in _SEED_DTYPES:
+        raise TypeError(needs(name, "int64 or uint64", value.dtype, "core.seed"))
+    if value.dim() > 1 or value.numel() not in (1, batch_size):
+        raise ValueError(
+            needs(name, f"1 or {batch_size} entries", f"shape {tuple(value.shape)}", "core.seed")
+        )
+    _check_device(name, value, device)
+
+
+def _check_seed_int(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(needs(name, "an int or a tensor", type(value).__name__, "core.seed"))
+    if not -(2**63) <= value < 2**64:
+        raise ValueError(needs(name, "64 bits", value, "core.seed"))
+
+
+def _check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(
+            needs(name, f"the device of draft_probs, {device}", tensor.device, "core.sampling-device")
+        )

@@ -1,0 +1,262 @@
+"""Attention of one request over contiguous keys and values, without a wrapper."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import torch
+
+from .arguments import mask_bits, refuse
+from .batch import single_batch
+from .errors import needs
+from .options import Dtype, make_problem
+from .prefill_common import mask_mode
+from .problem import MaskMode, Op, RaggedKV, check_kv_order
+from .route import AUTO
+from .wrapper import AttentionWrapper
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Scale = float | torch.Tensor | None
+
+
+class _OneCall(AttentionWrapper):
+    """A wrapper planned anew for every call, which brings its own workspace."""
+
+    def __init__(self, device: torch.device, backend: str) -> None:
+        super().__init__(torch.empty(0, dtype=torch.uint8, device=device), "NHD", backend, None)
+
+    def _provide(self, workspace_bytes: int) -> None:
+        if self._float_workspace_buffer.numel() < workspace_bytes:
+            self._float_workspace_buffer = torch.empty(workspace_bytes, dtype=torch.uint8, device=self.device)
+
+
+# One per thread: between plan() and run() the wrapper must not be planned by somebody else.
+_mine = threading.local()
+
+
+def _wrapper(device: torch.device, backend: str) -> _OneCall:
+    kept: dict[tuple[torch.device, str], _OneCall] = _mine.__dict__.setdefault("wrappers", {})
+    key = (device, backend)
+    if key not in kept:
+        kept[key] = _OneCall(device, backend)
+    return kept[key]
+
+
+def single_decode_with_kv_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_tensor_cores: bool = False,
+    q_scale: Scale = None,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    return_lse: bool = False,
+) -> Result:
+    """Attend with one query token over a contiguous cache. Not for use during graph capture.
+
+    Args:
+        q: ``[num_qo_heads, head_dim_qk]``.
+        k: ``[kv_len, num_kv_heads, head_dim_qk]`` (NHD) or ``[num_kv_heads, kv_len, head_dim_qk]`` (HND).
+        v: As ``k`` with ``head_dim_vo``; strides are its own.
+        kv_layout: ``NHD`` or ``HND``.
+        pos_encoding_mode: 'NONE', 'ROPE_LLAMA' or 'ALIBI'.
+        use_tensor_cores: Ask for the matrix path.
+        q_scale: Multiplies q; a number or a one-element tensor, as the next two.
+        k_scale: Multiplies k.
+        v_scale: Multiplies the output.
+        window_left: Keys left of the last one that are seen; -1 for all.
+        logits_soft_cap: ``cap * tanh(x / cap)`` before the mask.
+        sm_scale: Default ``1 / sqrt(head_dim_qk)``.
+        rope_scale: Position divisor of ROPE_LLAMA.
+        rope_theta: Base of ROPE_LLAMA.
+        return_lse: Also return the log-sum-exp, base 2.
+
+    Returns:
+        ``[num_qo_heads, head_dim_vo]`` in q's type, or that and float32 ``[num_qo_heads]``.
+
+    Raises:
+        ValueError: A shape, device or option does not fit.
+        NotImplementedError: No backend serves the combination.
+    """
+    if not isinstance(q, torch.Tensor) or q.ndim != 2:
+        got = tuple(q.shape) if isinstance(q, torch.Tensor) else type(q).__name__
+        raise ValueError(needs("q", "shape [num_qo_heads, head_dim]", got, "core.q-shape"))
+    found = _attend(
+        Op.DECODE_SINGLE,
+        q[None],
+        k,
+        v,
+        kv_layout,
+        MaskMode.NONE,
+        None,
+        None,
+        pos_encoding_mode,
+        use_tensor_cores,
+        (q_scale, k_scale, v_scale),
+        window_left,
+        logits_soft_cap,
+        sm_scale,
+        rope_scale,
+        rope_theta,
+        None,
+        AUTO,
+        return_lse,
+    )  # fmt: skip
+    return (found[0][0], found[1][0]) if isinstance(found, tuple) else found[0]
+
+
+def single_prefill_with_kv_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale_q: torch.Tensor | None = None,
+    scale_k: torch.Tensor | None = None,
+    scale_v: torch.Tensor | None = None,
+    o_dtype: Dtype | None = None,
+    custom_mask: torch.Tensor | None = None,
+    packed_custom_mask: torch.Tensor | None = None,
+    causal: bool = False,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_fp16_qk_reduction: bool = False,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    kv_cache_sf: object | None = None,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+) -> Result:
+    """Attend with the last tokens of one sequence over all of it. Not for use during graph capture.
+
+    Args:
+        q: ``[qo_len, num_qo_heads, head_dim_qk]``.
+        k: ``[kv_len, num_kv_heads, head_dim_qk]`` (NHD) or ``[num_kv_heads, kv_len, head_dim_qk]`` (HND).
+        v: As ``k`` with ``head_dim_vo``; strides are its own.
+        scale_q: Not supported (per-head fp8 scales), as the next two.
+        scale_k: Not supported.
+        scale_v: Not supported.
+        o_dtype: Output type; q's by default.
+        custom_mask: bool ``[qo_len, kv_len]`` or flat; True keeps. Replaces ``causal``.
+        packed_custom_mask: The same as uint8 bits, little-endian.
+        causal: Bottom-right aligned; a row without a key gives out 0 and lse -inf.
+        kv_layout: ``NHD`` or ``HND``.
+        pos_encoding_mode: 'NONE', 'ROPE_LLAMA' or 'ALIBI'.
+        use_fp16_qk_reduction: Permits a less exact sum; no backend here makes use of it.
+        sm_scale: Default ``1 / sqrt(head_dim_qk)``.
+        window_left: Keys left of a row's own position that it sees; -1 for all.
+        logits_soft_cap: ``cap * tanh(x / cap)`` before the mask.
+        rope_scale: Position divisor of ROPE_LLAMA.
+        rope_theta: Base of ROPE_LLAMA.
+        backend: ``auto``, a backend, or a candidate ``backend/path``.
+        return_lse: Also return the log-sum-exp, base 2.
+        kv_cache_sf: Not supported.
+        k_scale: Multiplies k; a number or a one-element tensor.
+        v_scale: Multiplies the output.
+
+    Returns:
+        ``[qo_len, num_qo_heads, head_dim_vo]``, or that and float32 ``[qo_len, num_qo_heads]``.
+
+    Raises:
+        ValueError: A shape, device, mask or option does not fit.
+        NotImplementedError: No backend serves the combination.
+    """
+    refuse(scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, kv_cache_sf=kv_cache_sf)
+    mode = mask_mode(causal, custom_mask, packed_custom_mask)
+    return _attend(
+        Op.PREFILL_SINGLE,
+        q,
+        k,
+        v,
+        kv_layout,
+        mode,
+        custom_mask,
+        packed_custom_mask,
+        pos_encoding_mode,
+        True,
+        (None, k_scale, v_scale),
+        window_left,
+        logits_soft_cap,
+        sm_scale,
+        rope_scale,
+        rope_theta,
+        o_dtype,
+        backend,
+        return_lse,
+    )  # fmt: skip
+
+
+single_prefill_with_kv_cache_return_lse = partial(single_prefill_with_kv_cache, return_lse=True)
+
+
+def _attend(
+    op: Op,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_layout: str,
+    mode: MaskMode,
+    custom_mask: torch.Tensor | None,
+    packed_custom_mask: torch.Tensor | None,
+    pos_encoding_mode: str,
+    use_tensor_cores: bool,
+    scales: tuple[Scale, Scale, Scale],
+    window_left: int,
+    logits_soft_cap: float | None,
+    sm_scale: float | None,
+    rope_scale: float | None,
+    rope_theta: float | None,
+    o_dtype: Dtype | None,
+    backend: str,
+    return_lse: bool,
+) -> Result:
+    _check_tensors(q, k, v)
+    check_kv_order(kv_layout)
+    if kv_layout == "HND":
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+    if k.shape[:2] != v.shape[:2]:
+        raise ValueError(
+            needs("v", f"k's length and heads {tuple(k.shape[:2])}", tuple(v.shape[:2]), "core.kv-shape")
+        )
+    problem = make_problem(
+        op,
+        (q.shape[1], k.shape[1]),
+        (q.shape[2], v.shape[2]),
+        q.dtype,
+        k.dtype,
+        o_dtype,
+        RaggedKV(kv_layout),
+        mode,
+        pos_encoding_mode,
+        window_left,
+        logits_soft_cap,
+        sm_scale,
+        rope_scale,
+        rope_theta,
+        return_lse,
+        use_tensor_cores,
+        None,
+        False,
+    )
+    batch = single_batch(q.shape[0], k.shape[0])
+    wrapper = _wrapper(q.device, backend)
+    wrapper._plan(problem, batch, mask=mask_bits(custom_mask, packed_custom_mask, batch, q.device))
+    return wrapper._run(q, k, v, None, None, return_lse, *scales)
+
+
+def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(t, torch.Tensor) or t.ndim != 3:
+            got = tuple(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__
+            raise ValueError(needs(name, "a 3-D tensor", got, "core.kv-shape"))

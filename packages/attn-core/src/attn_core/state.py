@@ -1,0 +1,204 @@
+"""One published plan, and the checks that hold a run to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .backend import DeviceImage, TensorContract
+from .batch import HostBatch
+from .errors import needs
+from .frozen import FrozenShape
+from .problem import Op, PagedKV
+from .query import Query
+from .route import RouteDecision
+
+Scale = float | torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanState:
+    """Everything run() needs. Immutable; a wrapper holds one reference and plan() replaces it.
+
+    Attributes:
+        revision: 0 for a wrapper's first plan, one more with each.
+        query: What was asked.
+        batch: The checked index arrays on the host.
+        decision: Who answers, and why not others.
+        launch: The backend's launch.
+        image: Index arrays on the device.
+        frozen: What a captured graph has baked in; None for an eager wrapper.
+        q_len_per_req: Query rows per request in decode; None in prefill.
+        device: Device of the run.
+        workspace_bytes: Bytes of float workspace the run uses.
+        q_shape: Shape q must have.
+        out_shape: Shape of the output.
+        kv_tail: Shape of k after its first dimension.
+        v_tail: Shape of v after its first dimension.
+        min_rows: Least size of the first dimension of k and v; None when only the device knows.
+    """
+
+    revision: int
+    query: Query
+    batch: HostBatch
+    decision: RouteDecision
+    launch: object
+    image: DeviceImage
+    frozen: FrozenShape | None
+    q_len_per_req: int | None
+    device: torch.device
+    workspace_bytes: int
+    q_shape: tuple[int, int, int]
+    out_shape: tuple[int, int, int]
+    kv_tail: tuple[int, ...]
+    v_tail: tuple[int, ...]
+    min_rows: int | None
+
+    @classmethod
+    def make(
+        cls,
+        revision: int,
+        query: Query,
+        batch: HostBatch,
+        decision: RouteDecision,
+        launch: object,
+        image: DeviceImage,
+        frozen: FrozenShape | None,
+        q_len_per_req: int | None,
+        device: torch.device,
+        workspace_bytes: int,
+    ) -> PlanState:
+        """Derive the shapes a run is held to."""
+        p, rows = query.problem, query.batch.total_q
+        h = p.num_kv_heads
+        front: tuple[int, ...]
+        if isinstance(p.kv, PagedKV):
+            front = (p.kv.page_size, h) if p.kv.order == "NHD" else (h, p.kv.page_size)
+            least = None if batch.max_page_id is None else batch.max_page_id + 1
+        else:
+            front, least = (h,), query.batch.total_kv
+        return cls(
+            revision, query, batch, decision, launch, image, frozen, q_len_per_req, device, workspace_bytes,
+            (rows, p.num_qo_heads, p.head_dim_qk), (rows, p.num_qo_heads, p.head_dim_vo),
+            (*front, p.head_dim_qk), (*front, p.head_dim_vo), least,
+        )  # fmt: skip
+
+
+def check_q(state: PlanState, q: torch.Tensor) -> None:
+    """Raise for the first fact about q that differs from the plan."""
+    p = state.query.problem
+    if not isinstance(q, torch.Tensor):
+        raise TypeError(needs("q", "a tensor", type(q).__name__, "core.q-type"))
+    if q.device != state.device:
+        raise ValueError(
+            needs("q", f"a tensor on {state.device}, as the workspace is", q.device, "core.device")
+        )
+    if q.dtype is not p.q_dtype:
+        text = needs("q", f"the planned q_data_type {p.q_dtype}", q.dtype, "core.q-dtype")
+        raise ValueError(f"{text}; pass q_data_type={q.dtype} to plan()")
+    if q.ndim != 3 or q.shape[1:] != state.q_shape[1:]:
+        want = f"shape [rows, {p.num_qo_heads}, {p.head_dim_qk}]"
+        raise ValueError(needs("q", want, tuple(q.shape), "core.q-shape"))
+    if q.shape[0] != state.q_shape[0]:
+        raise ValueError(_rows_message(state, q.shape[0]))
+
+
+def _rows_message(state: PlanState, rows: int) -> str:
+    planned, batch = state.q_shape[0], state.query.batch.batch_size
+    if state.q_len_per_req is None:
+        return needs("q", f"{planned} rows, the planned qo_indptr[-1]", rows, "core.q-rows")
+    per = f"q_len_per_req {state.q_len_per_req}"
+    text = needs("q", f"{planned} rows (batch {batch} x planned {per})", rows, "core.q-rows")
+    if state.query.problem.use_tensor_cores:
+        return f"{text}; call plan() again with the q_len_per_req you run"
+    return f"{text}; several rows per request need a wrapper with use_tensor_cores=True"
+
+
+def check_kv(state: PlanState, name: str, t: torch.Tensor, tail: tuple[int, ...]) -> None:
+    """Raise for the first fact about k or v that differs from the plan."""
+    p = state.query.problem
+    if t.device != state.device:
+        raise ValueError(needs(name, f"a tensor on {state.device}, as q is", t.device, "core.device"))
+    if t.dtype is not p.kv_dtype:
+        text = needs(name, f"the planned kv_data_type {p.kv_dtype}", t.dtype, "core.kv-dtype")
+        raise ValueError(
+            f"{text}; the bytes are never read as another type: plan with kv_data_type={t.dtype}"
+        )
+    if tuple(t.shape[1:]) != tail:
+        unit = "pages" if p.op.paged else "tokens"
+        want = f"shape [{unit}, {', '.join(map(str, tail))}] ({p.kv.order})"
+        raise ValueError(needs(name, want, tuple(t.shape), "core.kv-shape"))
+    if state.min_rows is not None and t.shape[0] < state.min_rows:
+        what = f"more than {state.min_rows - 1} pages, the largest page id of the plan"
+        want = what if p.op.paged else f"{state.min_rows} tokens"
+        raise ValueError(needs(name, want, t.shape[0], "core.kv-rows"))
+
+
+def check_contract(contract: TensorContract, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise where strides are not what the chosen path can read. A dimension of size 1 has no stride."""
+    for name, t in (("k", k), ("v", v)):
+        if contract.dense_head_dim and t.shape[-1] > 1 and t.stride(-1) != 1:
+            raise ValueError(needs(name, "stride 1 over head_dim", t.stride(-1), "core.kv-stride"))
+    if contract.same_kv_strides and _strides(k) != _strides(v):
+        got = f"{k.stride()} and {v.stride()}"
+        raise ValueError(
+            needs("k and v must have identical strides", "one set of strides", got, "core.kv-stride")
+        )
+
+
+def _strides(t: torch.Tensor) -> list[int]:
+    return [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
+
+
+def fit_q(contract: TensorContract, q: torch.Tensor) -> torch.Tensor:
+    """Return q as the path can read it; copies only a q whose heads are spread out."""
+    packed = contract.q == "packed" and q.shape[1] > 1 and q.stride(1) != q.shape[2]
+    return q.contiguous() if q.stride(2) != 1 or packed else q
+
+
+def check_output(
+    name: str, t: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return an ``out=`` or ``lse=`` tensor if a run can write it.
+
+    Raises:
+        TypeError: Not a tensor.
+        ValueError: Shape, dtype or device differ, or rows overlap.
+    """
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(needs(name, "a tensor", type(t).__name__, f"core.{name}"))
+    if tuple(t.shape) != shape:
+        raise ValueError(needs(name, f"shape {shape}", tuple(t.shape), f"core.{name}"))
+    if t.dtype is not dtype:
+        raise ValueError(needs(name, f"dtype {dtype}", t.dtype, f"core.{name}"))
+    if t.device != device:
+        raise ValueError(needs(name, f"a tensor on {device}", t.device, f"core.{name}"))
+    if not t.is_contiguous() and any(s == 0 and n > 1 for n, s in zip(t.shape, t.stride(), strict=True)):
+        raise ValueError(
+            needs(name, "distinct memory for every element", f"strides {t.stride()}", f"core.{name}")
+        )
+    return t
+
+
+def check_scale(name: str, value: object, device: torch.device) -> Scale:
+    """Return a per-tensor scale; None is 1.0. A tensor stays on its device: no value is read back.
+
+    Raises:
+        TypeError: Neither a number nor a tensor.
+        ValueError: A tensor of more than one element, or on another device.
+    """
+    if value is None:
+        return 1.0
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise ValueError(needs(name, "one element (per-tensor)", tuple(value.shape), "core.scale"))
+        if value.device.type != "cpu" and value.device != device:
+            raise ValueError(needs(name, f"a tensor on {device}", value.device, "core.scale"))
+        return float(value) if value.device.type == "cpu" else value.reshape(()).float()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(needs(name, "a number or a one-element tensor", type(value).__name__, "core.scale"))
+    return float(value)
+
+
+DECODE_OPS = (Op.DECODE, Op.VERIFY)

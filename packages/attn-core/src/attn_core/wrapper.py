@@ -1,0 +1,185 @@
+"""What the public wrappers share: the plan in force, and a run held to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import state
+from .arguments import check_workspace
+from .backend import RunIO
+from .errors import needs
+from .planner import Planner, check_bytes
+from .problem import MaskMode
+from .route import AUTO, RouteDecision
+from .state import PlanState
+
+
+class AttentionWrapper(Planner):
+    """Base of the public wrappers."""
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether the wrapper keeps fixed buffers and a fixed shape, ready for graph capture."""
+        return self._graph is not None
+
+    @property
+    def route(self) -> RouteDecision | None:
+        """The decision in force: candidate and all refusals met; None before the first plan()."""
+        return None if self._state is None else self._state.decision
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend that serves the plan in force; what was asked for before plan()."""
+        return self._requested if self._state is None else self._state.decision.backend.name
+
+    @property
+    def backend_fallback_reason(self) -> str | None:
+        """Why ``auto`` passed over a better-ranked candidate, on one line; None when it did not."""
+        if self._state is None or self._requested != AUTO:
+            return None
+        return self._state.decision.fallback_reason
+
+    @property
+    def owned_bytes(self) -> int:
+        """Bytes of index memory in use for the plan in force, the caller's graph buffers included."""
+        if self._state is None:
+            return 0
+        kept = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self._state.image.values()
+        }
+        return sum(kept.values())
+
+    @property
+    def _backend(self) -> str:
+        return self.backend
+
+    @property
+    def _qo_indptr_buf(self) -> torch.Tensor | None:
+        if self._graph is not None:
+            return self._graph.bound["qo_indptr"]
+        return None if self._state is None else self._state.image["qo_indptr"]
+
+    @property
+    def _plan_info(self) -> PlanState | None:
+        return self._state
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> None:
+        """Replace the float workspace; the next plan() uses it.
+
+        A captured graph keeps reading the buffer it was captured with: keep that one alive.
+
+        Args:
+            float_workspace_buffer: Scratch bytes on the wrapper's device, aligned to 16 bytes.
+            int_workspace_buffer: Checked and not used: index arrays live in memory of the plan.
+
+        Raises:
+            ValueError: Not aligned, not contiguous, another device, or too small for the plan in force.
+        """
+        buffer = check_workspace("float_workspace_buffer", float_workspace_buffer)
+        check_workspace("int_workspace_buffer", int_workspace_buffer)
+        if buffer.device != self.device:
+            raise ValueError(
+                needs("float_workspace_buffer", f"a tensor on {self.device}", buffer.device, "core.device")
+            )
+        if self._state is not None:
+            check_bytes(buffer, self._state.workspace_bytes)
+        self._float_workspace_buffer = buffer
+
+    def end_forward(self) -> None:
+        """Do nothing; upstream's deprecated counterpart of ``begin_forward``."""
+
+    def _run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        return_lse: bool,
+        q_scale: object,
+        k_scale: object,
+        v_scale: object,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Check one run against the plan in force and enqueue it."""
+        s = self._state
+        if s is None:
+            s = self._planned()
+        p = s.query.problem
+        device = s.device
+        if (
+            q.__class__ is not torch.Tensor
+            or q.shape != s.q_shape
+            or q.dtype is not p.q_dtype
+            or q.device != device
+        ):
+            state.check_q(s, q)
+        self._check_kv(s, k, v)
+        contract = s.decision.path.contract
+        if (q.stride(2) != 1 or contract.q == "packed") and contract.q != "any":
+            q = state.fit_q(contract, q)
+        if out is None:
+            if p.o_dtype is p.q_dtype and s.out_shape == s.q_shape:
+                out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            else:
+                out = torch.empty(s.out_shape, dtype=p.o_dtype, device=device)
+        else:
+            state.check_output("out", out, s.out_shape, p.o_dtype, device)
+        lse = self._lse(s, lse) if return_lse else None
+        io = RunIO(q, k, v, out, lse, self._float_workspace_buffer)
+        if q_scale is not None or k_scale is not None or v_scale is not None:
+            _set_scales(s, io, q_scale, k_scale, v_scale)
+        if device.type == "cuda" and self._graph is None and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                needs(
+                    "run during graph capture",
+                    "a wrapper with use_cuda_graph=True",
+                    "an eager one",
+                    "core.eager-in-capture",
+                )
+            )
+        s.decision.backend.run(s.launch, s.image, io)
+        return (out, lse) if lse is not None else out
+
+    def _check_kv(self, s: PlanState, k: torch.Tensor, v: torch.Tensor) -> None:
+        p = s.query.problem
+        rows = s.min_rows or 0
+        for name, t, tail in (("k", k, s.kv_tail), ("v", v, s.v_tail)):
+            shape = t.shape
+            if shape[1:] != tail or shape[0] < rows or t.dtype is not p.kv_dtype or t.device != s.device:
+                state.check_kv(s, name, t, tail)
+        contract = s.decision.path.contract
+        if contract.dense_head_dim or contract.same_kv_strides:
+            state.check_contract(contract, k, v)
+
+    def _lse(self, s: PlanState, lse: torch.Tensor | None) -> torch.Tensor:
+        if not s.decision.path.capability.lse:
+            want = f"a plan with needs_lse=True ({s.decision.candidate} has no LSE)"
+            raise ValueError(needs("return_lse", want, "one without", "core.lse"))
+        shape = s.out_shape[:2]
+        if lse is None:
+            return torch.empty(shape, dtype=torch.float32, device=s.device)
+        return state.check_output("lse", lse, shape, torch.float32, s.device)
+
+    def _forward_causal(self, causal: bool, changes: dict[str, Any]) -> None:
+        """Plan again for the arguments of a deprecated prefill ``forward``; a custom mask stays."""
+        if causal and self._planned().query.problem.mask is MaskMode.NONE:
+            changes["mask"] = MaskMode.CAUSAL
+        self._replan(**changes)
+
+
+def _set_scales(s: PlanState, io: RunIO, q_scale: object, k_scale: object, v_scale: object) -> None:
+    io.q_scale = state.check_scale("q_scale", q_scale, s.device)
+    io.k_scale = state.check_scale("k_scale", k_scale, s.device)
+    io.v_scale = state.check_scale("v_scale", v_scale, s.device)
+    if not s.decision.path.contract.scales:
+        got = {"q_scale": io.q_scale, "k_scale": io.k_scale, "v_scale": io.v_scale}
+        other = {
+            name: value for name, value in got.items() if isinstance(value, torch.Tensor) or value != 1.0
+        }
+        if other:
+            name, value = next(iter(other.items()))
+            raise NotImplementedError(needs(f"{s.decision.candidate}: {name}", "1.0", value, "core.scale"))
