@@ -7,12 +7,10 @@ a replan changes bytes and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
-
-from .backend import DeviceImage
 
 _ALIGN = 4  # int32 words: every array starts on 16 bytes
 _PADS = tuple(torch.zeros(n, dtype=torch.int32) for n in range(_ALIGN))
@@ -20,12 +18,61 @@ _PADS = tuple(torch.zeros(n, dtype=torch.int32) for n in range(_ALIGN))
 Layout = tuple[tuple[str, int], ...]
 """Names of the arrays and their sizes in int32 words."""
 
+Copy = tuple[torch.Tensor, torch.Tensor]
+"""Destination and source."""
 
-def pack(parts: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Lay int32 CPU arrays out in one block; pinned when the device is a GPU.
 
-    The block is new each time, and torch's pinned allocator does not hand one out again before the
-    copy reading it has finished: the next plan cannot overwrite an upload in flight.
+class Image(Mapping[str, torch.Tensor]):
+    """Named int32 arrays in one block, and others beside it; views are made when first asked for.
+
+    Attributes:
+        block: Memory of the packed arrays.
+    """
+
+    __slots__ = ("_made", "_places", "block")
+
+    def __init__(
+        self,
+        block: torch.Tensor,
+        places: Mapping[str, tuple[int, int]],
+        beside: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        self.block = block
+        self._places = places
+        self._made = dict(beside) if beside else {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        found = self._made.get(name)
+        if found is None:
+            start, words = self._places[name]
+            found = self._made[name] = self.block.narrow(0, start, words)
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places or name in self._made
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._places, **self._made})
+
+    def __len__(self) -> int:
+        return len(self._places.keys() | self._made.keys())
+
+
+def place(layout: Layout) -> tuple[dict[str, tuple[int, int]], int]:
+    """Return (start, words) of each array of a layout, and the words of the block."""
+    places: dict[str, tuple[int, int]] = {}
+    at = 0
+    for name, words in layout:
+        places[name] = (at, words)
+        at += words + -words % _ALIGN
+    return places, at
+
+
+def pack(parts: Mapping[str, torch.Tensor], device: torch.device) -> Image:
+    """Lay int32 CPU arrays out in one new host block; pinned when the device is a GPU.
+
+    torch's pinned allocator does not hand a block out again before the copy that reads it has
+    finished, so the next plan cannot overwrite an upload in flight.
     """
     pieces: list[torch.Tensor] = []
     for part in parts.values():
@@ -33,29 +80,16 @@ def pack(parts: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tenso
         pad = -part.numel() % _ALIGN
         if pad:
             pieces.append(_PADS[pad])
-    if device.type != "cuda":
-        return torch.cat(pieces) if pieces else _PADS[0].clone()
-    words = sum(piece.numel() for piece in pieces)
-    return torch.cat(pieces, out=torch.empty(words, dtype=torch.int32, pin_memory=True))
+    places, words = place(tuple((name, part.numel()) for name, part in parts.items()))
+    if device.type == "cuda":
+        return Image(torch.cat(pieces, out=torch.empty(words, dtype=torch.int32, pin_memory=True)), places)
+    return Image(torch.cat(pieces), places)
 
 
-def views(block: torch.Tensor, layout: Sequence[tuple[str, int]]) -> dict[str, torch.Tensor]:
-    """Name the arrays of a block laid out by :func:`pack`."""
-    sizes: list[int] = []
-    for _, words in layout:
-        sizes += (words, -words % _ALIGN)
-    whole = block[: sum(sizes)] if block.numel() != sum(sizes) else block
-    pieces = whole.split_with_sizes(sizes)[::2]
-    return {name: piece for (name, _), piece in zip(layout, pieces, strict=True)}
-
-
-def upload(
-    block: torch.Tensor, layout: Sequence[tuple[str, int]], device: torch.device
-) -> dict[str, torch.Tensor]:
+def upload(packed: Image, device: torch.device, beside: Mapping[str, torch.Tensor] | None = None) -> Image:
     """Bring a packed block to fresh memory of the device in one copy (none on the CPU)."""
-    if device.type != "cpu":
-        block = block.to(device, non_blocking=True)
-    return views(block, layout)
+    block = packed.block if device.type == "cpu" else packed.block.to(device, non_blocking=True)
+    return Image(block, packed._places, beside)
 
 
 @dataclass(slots=True)
@@ -63,43 +97,39 @@ class GraphArena:
     """Fixed memory of a CUDA-graph wrapper.
 
     Attributes:
-        block: Own memory, int32. Arrays in the order of ``layout``.
-        image: What kernels read: the caller's buffer where there is one, else a view of ``block``.
+        staged: Own memory, the landing place of the one upload.
+        image: What kernels read: the caller's buffer where there is one, else own memory.
         bound: The caller's buffers.
-        staged: Views of ``block``, the landing place of the one upload.
     """
 
-    block: torch.Tensor
-    image: DeviceImage
+    staged: Image
+    image: Mapping[str, torch.Tensor]
     bound: Mapping[str, torch.Tensor]
-    staged: Mapping[str, torch.Tensor] = field(repr=False)
 
     @classmethod
     def make(cls, layout: Layout, bound: Mapping[str, torch.Tensor], device: torch.device) -> GraphArena:
         """Allocate for fixed sizes; every address stays the same from here on."""
-        words = sum(size + -size % _ALIGN for _, size in layout)
-        block = torch.zeros(words, dtype=torch.int32, device=device)
-        staged = views(block, layout)
-        return cls(block, {**staged, **bound}, bound, staged)
+        places, words = place(layout)
+        staged = Image(torch.zeros(words, dtype=torch.int32, device=device), places)
+        return cls(staged, {**staged, **bound}, bound)
 
-    def writes(
-        self, packed: torch.Tensor, parts: Mapping[str, torch.Tensor]
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the (destination, source) copies that bring a new plan in, in order.
+    def writes(self, packed: Image, parts: Mapping[str, torch.Tensor]) -> list[Copy]:
+        """Return the copies that bring a new plan in, in order.
 
         Args:
             packed: The host arrays in layout order; only the last of them may be shorter than its
                 place, so that one copy of a prefix uploads them all.
             parts: All new arrays, those on the device too.
         """
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        if packed.numel():
-            copies.append((self.block[: packed.numel()], packed))
+        block = self.staged.block
+        copies: list[Copy] = []
+        if packed.block.numel():
+            copies.append((block[: packed.block.numel()], packed.block))
         for name, part in parts.items():
-            place = self.image[name][: part.numel()]
-            if part.device.type != "cpu" or self.block.device.type == "cpu":
-                if (name in self.bound or part.device.type != "cpu") and part.data_ptr() != place.data_ptr():
-                    copies.append((place, part))
-            elif name in self.bound:
-                copies.append((place, self.staged[name][: part.numel()]))
+            if name in packed and name not in self.bound:
+                continue
+            where = self.image[name][: part.numel()]
+            source = self.staged[name][: part.numel()] if name in packed else part
+            if source.data_ptr() != where.data_ptr():
+                copies.append((where, source))
         return copies

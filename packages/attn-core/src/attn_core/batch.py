@@ -55,6 +55,7 @@ class HostBatch:
             backend reads its values in plan() only if its path sets ``host_indices``.
         kv_last_page_len: ``[batch_size]`` tokens in each request's last page, or None.
         max_page_id: Largest page id, -1 without pages, None when the ids are on the device.
+        min_kv_len: Keys of the shortest request.
     """
 
     shape: BatchShape
@@ -64,6 +65,7 @@ class HostBatch:
     kv_indices: torch.Tensor | None = None
     kv_last_page_len: torch.Tensor | None = None
     max_page_id: int | None = -1
+    min_kv_len: int = 0
 
 
 def paged_batch(
@@ -107,12 +109,12 @@ def paged_batch(
     host = to_host(named, device)
     indptr, last = host["kv_indptr"], host["kv_last_page_len"]
     batch_size = last.numel()
-    pages, total_pages, _, max_pages = _lengths("kv_indptr", indptr, batch_size)
+    pages, total_pages, min_pages, max_pages = _lengths("kv_indptr", indptr, batch_size)
     if max_pages * page_size > INT32_MAX:
         want = f"at most {INT32_MAX} tokens per request"
         raise ValueError(needs("kv_indptr", want, f"{max_pages} pages of {page_size}", "core.kv-len"))
     indices, max_page_id = _indices(host.get("kv_indices"), kv_indices, total_pages)
-    kv_len = _kv_len(pages, last, page_size)
+    kv_len = _kv_len(pages, min_pages, last, page_size)
     if seq_lens is not None:
         _check_seq_lens(host["seq_lens"], kv_len)
     q = host["qo_indptr"] if isinstance(qo, torch.Tensor) else qo
@@ -195,24 +197,30 @@ def first_true(mask: torch.Tensor) -> int:
     return int(mask.to(torch.uint8).argmax())
 
 
+def _range(values: torch.Tensor) -> tuple[int, int]:
+    low, high = torch.aminmax(values)
+    return int(low), int(high)
+
+
 def _lengths(name: str, indptr: torch.Tensor, batch_size: int) -> tuple[torch.Tensor, int, int, int]:
     """Check an indptr; return per-request lengths, their sum, least and greatest."""
     if indptr.numel() != batch_size + 1:
         raise ValueError(
             needs(name, f"batch size + 1 = {batch_size + 1} entries", indptr.numel(), "core.indptr")
         )
-    if int(indptr[0]) != 0:
-        raise ValueError(needs(f"{name}[0]", "0", int(indptr[0]), "core.indptr"))
+    first, total = indptr[::batch_size].tolist() if batch_size else (int(indptr[0]), 0)
+    if first != 0:
+        raise ValueError(needs(f"{name}[0]", "0", first, "core.indptr"))
     if batch_size == 0:
         return indptr[1:], 0, 0, 0
     lengths = indptr[1:] - indptr[:-1]
-    low, high = (int(x) for x in torch.aminmax(lengths))
+    low, high = _range(lengths)
     # A wrapped difference of two int32 is negative too, so one test covers both.
     if low < 0:
         at = first_true(lengths < 0)
         want = f"at least {name}[{at}] = {int(indptr[at])} (non-decreasing)"
         raise ValueError(needs(f"{name}[{at + 1}]", want, int(indptr[at + 1]), "core.indptr"))
-    return lengths, int(indptr[-1]), low, high
+    return lengths, total, low, high
 
 
 def _indices(
@@ -227,19 +235,18 @@ def _indices(
     used = on_host[:total_pages]
     if total_pages == 0:
         return used, -1
-    low, high = (int(x) for x in torch.aminmax(used))
+    low, high = _range(used)
     if low < 0:
         at = first_true(used < 0)
         raise ValueError(needs(f"kv_indices[{at}]", "a page id of 0 or more", int(used[at]), "core.indices"))
     return used, high
 
 
-def _kv_len(pages: torch.Tensor, last: torch.Tensor, page_size: int) -> torch.Tensor:
+def _kv_len(pages: torch.Tensor, min_pages: int, last: torch.Tensor, page_size: int) -> torch.Tensor:
     """``(pages - 1) * page_size + last``, and 0 for a request without pages."""
     if pages.numel() == 0:
         return pages
-    least = int(pages.min())
-    low, high = (int(x) for x in torch.aminmax(last))
+    low, high = _range(last)
     if low < 1 or high > page_size:
         bad = ((last < 1) | (last > page_size)) & (pages > 0)
         if bool(bad.any()):
@@ -249,7 +256,7 @@ def _kv_len(pages: torch.Tensor, last: torch.Tensor, page_size: int) -> torch.Te
                     f"kv_last_page_len[{at}]", f"1 to page_size {page_size}", int(last[at]), "core.last-page"
                 )
             )
-    if least > 0:
+    if min_pages > 0:
         return torch.add(last, pages - 1, alpha=page_size)
     return torch.where(pages > 0, torch.add(last, pages - 1, alpha=page_size), 0)
 
@@ -286,12 +293,13 @@ def _assemble(
         indptr = qo
         _, total_q, shortest, longest = _lengths("qo_indptr", qo, batch_size)
         uniform = longest if shortest == longest else None
+    least, most = _range(kv_len) if batch_size else (0, 0)
     shape = BatchShape(
         batch_size=batch_size,
         total_q=total_q,
         max_q_len=longest,
         uniform_q_len=uniform,
-        max_kv_len=int(kv_len.max()) if batch_size else 0,
+        max_kv_len=most,
         total_kv=int(kv_len.sum()),
         total_pages=total_pages,
     )
@@ -303,4 +311,5 @@ def _assemble(
         kv_indices=indices,
         kv_last_page_len=last,
         max_page_id=max_page_id,
+        min_kv_len=least,
     )

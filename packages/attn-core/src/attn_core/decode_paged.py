@@ -386,11 +386,9 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
 
 
 def _check_drafts_appended(batch: HostBatch, q_len: int) -> None:
-    short = batch.kv_len < q_len
-    if bool(short.any()):
-        at = first_true(short)
-        text = needs(
-            "q_len_per_req", f"kv_len of at least {q_len} in every request (append the drafts first)",
-            f"kv_len {int(batch.kv_len[at])} in request {at}", "core.kv-shorter-than-q",
-        )  # fmt: skip
+    if batch.shape.batch_size and batch.min_kv_len < q_len:
+        at = first_true(batch.kv_len < q_len)
+        want = f"kv_len of at least {q_len} in every request (append the drafts first)"
+        got = f"kv_len {int(batch.kv_len[at])} in request {at}"
+        text = needs("q_len_per_req", want, got, "core.kv-shorter-than-q")
         raise ValueError(f"{text}: its first rows would have an empty KV range")

@@ -13,19 +13,6 @@ from .batch import HostBatch
 from .query import GraphLimits
 
 
-def owned(batch: HostBatch, mine: Mapping[str, torch.Tensor]) -> HostBatch:
-    """Return the batch with its host arrays replaced by the plan's own copies."""
-    return HostBatch(
-        shape=batch.shape,
-        qo_indptr=mine["qo_indptr"],
-        kv_indptr=mine["kv_indptr"],
-        kv_len=mine["kv_len"],
-        kv_indices=mine.get("kv_indices", batch.kv_indices),
-        kv_last_page_len=mine.get("kv_last_page_len"),
-        max_page_id=batch.max_page_id,
-    )
-
-
 def index_parts(batch: HostBatch, mask: MaskBits | None, result: PlanResult) -> dict[str, torch.Tensor]:
     """Index arrays by image name. Page indices come last: under capture only they may be shorter."""
     parts = {"qo_indptr": batch.qo_indptr, "kv_indptr": batch.kv_indptr, "kv_len": batch.kv_len}

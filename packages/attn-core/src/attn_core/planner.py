@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from . import notices, plugins
-from .arena import GraphArena, Layout, pack, upload, views
+from .arena import Copy, GraphArena, Image, Layout, pack, upload
 from .arguments import MaskBits, check_workspace
-from .backend import PlanResult
+from .backend import DeviceImage, PlanResult
 from .batch import HostBatch
 from .errors import Unsupported, needs
 from .frozen import FrozenShape, check_capacity
-from .plan_image import captured_layout, index_parts, owned
+from .plan_image import captured_layout, index_parts
 from .problem import AttentionProblem, check_kv_order
 from .query import GraphLimits, Query
 from .reasons import Reason
@@ -25,8 +25,6 @@ from .state import PlanState
 from .target import DeviceTarget, target_of
 
 _KEPT_SCREENS = 64
-
-Copy = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +50,7 @@ class _Undo:
     """Takes a half-published plan back."""
 
     was: PlanState | None = None
+    arena: GraphArena | None = None
     armed: bool = False
     bytes: list[Copy] = field(default_factory=list)
 
@@ -73,10 +72,16 @@ class Planner:
         self._requested = backend
         self._graph = graph
         self.device = float_workspace_buffer.device
+        self._described: DeviceTarget | None = None
         self._state: PlanState | None = None
         self._arena: GraphArena | None = None
         self._lock = threading.Lock()
         self._screens: dict[object, Screened] = {}
+
+    def _target(self) -> DeviceTarget:
+        if self._described is None:
+            self._described = target_of(self.device)
+        return self._described
 
     def _planned(self) -> PlanState:
         if self._state is None:
@@ -100,13 +105,14 @@ class Planner:
             if undo.armed:
                 for place, was in undo.bytes:
                     place.copy_(was)
+                self._arena = undo.arena
                 self._state = undo.was
             raise
 
     def _publish(self, new: PlanState, arena: GraphArena | None, copies: list[Copy], undo: _Undo) -> None:
         """Change the wrapper: the copies of a graph plan, then one assignment."""
         undo.bytes = [(place, place.clone()) for place, _ in copies]
-        undo.was = self._state
+        undo.was, undo.arena = self._state, self._arena
         undo.armed = True
         for place, source in copies:
             place.copy_(source, non_blocking=True)
@@ -122,18 +128,16 @@ class Planner:
             raise ValueError(needs("custom mask in CUDA-graph mode", want, "none", "core.graph-mask"))
         old = self._state
         limits = None if self._graph is None else self._limits(old, batch)
-        query = Query(target_of(self.device), problem, batch.shape, limits)
+        query = Query(self._target(), problem, batch.shape, limits)
         decision, result = self._route(query, batch, old)
         self._provide(result.workspace_bytes)
         parts = index_parts(batch, mask, result)
-        on_host = {name: part for name, part in parts.items() if part.device.type == "cpu"}
-        sizes = [(name, part.numel()) for name, part in on_host.items()]
-        packed = pack(on_host, self.device)
         # From here on the plan holds its own copy: the caller may reuse the tensors it passed.
-        batch = owned(batch, views(packed, sizes))
+        packed = pack({n: part for n, part in parts.items() if part.device.type == "cpu"}, self.device)
         arena, copies, frozen = self._arena, [], None
+        image: DeviceImage
         if limits is None:
-            image = self._fresh_image(packed, sizes, parts, mask)
+            image = self._fresh_image(packed, parts, mask)
         else:
             layout = captured_layout(parts, limits)
             frozen = FrozenShape(q_len_per_req, problem, limits, decision.candidate, result.launch, layout)
@@ -141,11 +145,11 @@ class Planner:
                 old.frozen.require(frozen)
             arena = arena or self._make_arena(layout, mask)
             copies = self._copies(arena, packed, parts, mask)
-            image = dict(arena.image)
+            image = arena.image
         new = PlanState.make(
             0 if old is None else old.revision + 1,
-            query, batch, decision, result.launch, image, frozen, q_len_per_req, self.device,
-            result.workspace_bytes,
+            query, decision, result.launch, image, packed, batch.max_page_id, frozen, q_len_per_req,
+            self.device, result.workspace_bytes,
         )  # fmt: skip
         notices.announce(query.target, decision.refused, decision.candidate)
         return new, arena, copies
@@ -177,7 +181,7 @@ class Planner:
 
     def _screened(self, target: DeviceTarget, query: Query, pinned: str | None) -> Screened:
         known = plugins.registry()
-        key = (query.problem, query.graph, pinned, id(known))
+        key = (query.problem, query.graph, pinned, known)
         found = self._screens.get(key)
         if found is None:
             found = screen(
@@ -195,7 +199,7 @@ class Planner:
         """Return (float workspace bytes, index array bytes) of a plan; changes nothing."""
         old = self._state
         limits = None if self._graph is None else self._limits(old, batch)
-        _, result = self._route(Query(target_of(self.device), problem, batch.shape, limits), batch, old)
+        _, result = self._route(Query(self._target(), problem, batch.shape, limits), batch, old)
         parts = index_parts(batch, mask, result)
         sizes = captured_layout(parts, limits) if limits else [(n, p.numel()) for n, p in parts.items()]
         return result.workspace_bytes, 4 * sum(size + -size % 4 for _, size in sizes)
@@ -216,20 +220,11 @@ class Planner:
                     raise
                 passed.append(replace(late.reason, candidate=decision.candidate))
 
-    def _fresh_image(
-        self,
-        packed: torch.Tensor,
-        sizes: list[tuple[str, int]],
-        parts: dict[str, torch.Tensor],
-        mask: MaskBits | None,
-    ) -> dict[str, torch.Tensor]:
-        image = upload(packed, sizes, self.device)
-        for name, part in parts.items():
-            if name not in image:
-                image[name] = part.to(torch.int32, copy=True)
+    def _fresh_image(self, packed: Image, parts: dict[str, torch.Tensor], mask: MaskBits | None) -> Image:
+        beside = {name: part.to(torch.int32, copy=True) for name, part in parts.items() if name not in packed}
         if mask is not None:
-            image["custom_mask"] = mask.bits
-        return image
+            beside["custom_mask"] = mask.bits
+        return upload(packed, self.device, beside)
 
     def _make_arena(self, layout: Layout, mask: MaskBits | None) -> GraphArena:
         assert self._graph is not None
@@ -239,7 +234,7 @@ class Planner:
         return GraphArena.make(layout, bound, self.device)
 
     def _copies(
-        self, arena: GraphArena, packed: torch.Tensor, parts: dict[str, torch.Tensor], mask: MaskBits | None
+        self, arena: GraphArena, packed: Image, parts: dict[str, torch.Tensor], mask: MaskBits | None
     ) -> list[Copy]:
         copies = arena.writes(packed, parts)
         if mask is not None:
@@ -259,7 +254,7 @@ class Planner:
             return
         mask = None
         if "custom_mask" in old.image:
-            mask = MaskBits(old.image["custom_mask"], old.image["mask_indptr"].cpu())
+            mask = MaskBits(old.image["custom_mask"], old.host["mask_indptr"])
         self._plan(problem, old.batch, mask=mask, q_len_per_req=old.q_len_per_req)
 
 

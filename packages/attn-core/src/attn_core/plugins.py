@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 import threading
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path as FilePath
+from typing import TYPE_CHECKING
 
-import pluggy
-
-from . import hookspecs, notices
+from . import notices
 from .backend import API_VERSION, AppendBackend, Backend
 from .errors import needs
 from .problem import Op
 from .target import DeviceTarget
 
+if TYPE_CHECKING:
+    import pluggy
+
+# pluggy, tomllib and the reference backend are imported by discovery: importing attn_core stays quick.
 GROUP = "attn.backends"
 CONFIG_VARIABLE = "ATTN_CONFIG"
 BLOCK_VARIABLE = "ATTN_DISABLE_PLUGINS"
@@ -33,7 +35,7 @@ class Broken:
     error: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Registry:
     """Result of discovery.
 
@@ -101,6 +103,8 @@ def load_config() -> Config:
     Raises:
         ValueError: The file the variable names cannot be read or is not valid TOML.
     """
+    import tomllib
+
     merged: dict[str, dict[str, object]] = {}
     name = os.environ.get(CONFIG_VARIABLE)
     if name:
@@ -126,6 +130,9 @@ def discover(plugins: Sequence[EntryPoint] | None = None, *, config: Config | No
             ``ATTN_DISABLE_PLUGINS`` (comma-separated entry point names) does not block.
         config: Options by backend name; by default those of :func:`load_config`.
     """
+    import pluggy
+
+    from . import hookspecs
     from .reference import ReferenceBackend
 
     options = load_config() if config is None else config

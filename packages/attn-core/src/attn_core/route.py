@@ -82,6 +82,7 @@ class Screened:
     graph: GraphLimits | None
     requested: str
     candidates: tuple[Candidate, ...]
+    prefer: bool
     prepared: set[str] = field(default_factory=set)
 
 
@@ -124,7 +125,8 @@ def screen(
             else:
                 refusals = _static(target, problem, graph, path, name, missing)
             found.append(Candidate(backend, path, name, refusals))
-    return Screened(target, problem, graph, requested, tuple(found))
+    prefer = requested == AUTO and pinned is None  # a choice that is not ours is not judged for speed
+    return Screened(target, problem, graph, requested, tuple(found), prefer)
 
 
 def _static(
@@ -143,7 +145,7 @@ def _static(
     return first or stated
 
 
-def _dynamic(screened: Screened, candidate: Candidate, query: Query, *, prefer: bool) -> tuple[Reason, ...]:
+def _dynamic(candidate: Candidate, query: Query, *, prefer: bool) -> tuple[Reason, ...]:
     """Per-batch CAPABILITY, then PREFERENCE if the choice is ours, in that order."""
     said = rules.apply(candidate.backend.rules, query, candidate.path.name, candidate.name)
     if not said:
@@ -152,14 +154,12 @@ def _dynamic(screened: Screened, candidate: Candidate, query: Query, *, prefer: 
     return wrong or (said if prefer else ())
 
 
-def _prepare(screened: Screened, candidate: Candidate) -> Reason | None:
-    if candidate.name in screened.prepared:
-        return None
+def _prepare(screened: Screened, candidate: Candidate) -> tuple[Reason, ...]:
     reason = candidate.backend.prepare(screened.target, screened.problem, candidate.path.name)
     if reason is None:
         screened.prepared.add(candidate.name)
-        return None
-    return Reason(reason.code, candidate.name, reason.limit, reason.got)
+        return ()
+    return (Reason(reason.code, candidate.name, reason.limit, reason.got),)
 
 
 def choose(screened: Screened, query: Query, *, passed: Iterable[Reason] = ()) -> RouteDecision:
@@ -175,31 +175,21 @@ def choose(screened: Screened, query: Query, *, passed: Iterable[Reason] = ()) -
         NoRoute: Every candidate was refused; holds all reasons.
     """
     extra = tuple(passed)
-    skip = {reason.candidate for reason in extra}
     refused: list[Reason] = []
-    prefer = screened.requested == AUTO and not _is_pinned(screened)
     for candidate in screened.candidates:
-        reasons = candidate.refusals
-        if candidate.name in skip:
-            reasons = tuple(r for r in extra if r.candidate == candidate.name)
-        elif not reasons:
-            if candidate.backend.rules:
-                reasons = _dynamic(screened, candidate, query, prefer=prefer)
-            if not reasons:
-                unready = _prepare(screened, candidate)
-                if unready is None:
-                    return RouteDecision(
-                        candidate.name, candidate.backend, candidate.path, tuple(refused), screened.requested
-                    )
-                reasons = (unready,)
+        reasons = candidate.refusals or tuple(r for r in extra if r.candidate == candidate.name)
+        if not reasons and candidate.backend.rules:
+            reasons = _dynamic(candidate, query, prefer=screened.prefer)
+        if not reasons and candidate.name not in screened.prepared:
+            reasons = _prepare(screened, candidate)
+        if not reasons:
+            return RouteDecision(
+                candidate.name, candidate.backend, candidate.path, tuple(refused), screened.requested
+            )
         refused.extend(reasons)
     relevant = [r for r in refused if r.code not in CODES] or refused
     p = query.problem
     raise NoRoute(f"backend: no candidate of {screened.requested!r} can serve {p.op.value}:", relevant)
-
-
-def _is_pinned(screened: Screened) -> bool:
-    return any(r.code is PINNED for c in screened.candidates for r in c.refusals)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,11 +206,10 @@ def explain(screened: Screened, query: Query) -> tuple[Verdict, ...]:
 
     PREPARE is left out: it would compile, and the device may not be here.
     """
-    prefer = screened.requested == AUTO and not _is_pinned(screened)
     verdicts: list[Verdict] = []
     taken = False
     for candidate in screened.candidates:
-        reasons = candidate.refusals or _dynamic(screened, candidate, query, prefer=prefer)
+        reasons = candidate.refusals or _dynamic(candidate, query, prefer=screened.prefer)
         chosen = not reasons and not taken
         taken = taken or chosen
         verdicts.append(Verdict(candidate.name, chosen, reasons))

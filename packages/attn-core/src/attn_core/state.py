@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .arena import Image
 from .backend import DeviceImage, TensorContract
 from .batch import HostBatch
 from .errors import needs
@@ -24,10 +25,10 @@ class PlanState:
     Attributes:
         revision: 0 for a wrapper's first plan, one more with each.
         query: What was asked.
-        batch: The checked index arrays on the host.
         decision: Who answers, and why not others.
         launch: The backend's launch.
         image: Index arrays on the device.
+        host: The plan's own copy of those that were on the host.
         frozen: What a captured graph has baked in; None for an eager wrapper.
         q_len_per_req: Query rows per request in decode; None in prefill.
         device: Device of the run.
@@ -37,14 +38,18 @@ class PlanState:
         kv_tail: Shape of k after its first dimension.
         v_tail: Shape of v after its first dimension.
         min_rows: Least size of the first dimension of k and v; None when only the device knows.
+        q_dtype: The problem's, like the next three at hand for run().
+        kv_dtype: Type of k and v.
+        o_dtype: Type of out.
+        contract: The chosen path's.
     """
 
     revision: int
     query: Query
-    batch: HostBatch
     decision: RouteDecision
     launch: object
     image: DeviceImage
+    host: Image
     frozen: FrozenShape | None
     q_len_per_req: int | None
     device: torch.device
@@ -54,16 +59,21 @@ class PlanState:
     kv_tail: tuple[int, ...]
     v_tail: tuple[int, ...]
     min_rows: int | None
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    o_dtype: torch.dtype
+    contract: TensorContract
 
     @classmethod
     def make(
         cls,
         revision: int,
         query: Query,
-        batch: HostBatch,
         decision: RouteDecision,
         launch: object,
         image: DeviceImage,
+        host: Image,
+        max_page_id: int | None,
         frozen: FrozenShape | None,
         q_len_per_req: int | None,
         device: torch.device,
@@ -75,14 +85,30 @@ class PlanState:
         front: tuple[int, ...]
         if isinstance(p.kv, PagedKV):
             front = (p.kv.page_size, h) if p.kv.order == "NHD" else (h, p.kv.page_size)
-            least = None if batch.max_page_id is None else batch.max_page_id + 1
+            least = None if max_page_id is None else max_page_id + 1
         else:
             front, least = (h,), query.batch.total_kv
         return cls(
-            revision, query, batch, decision, launch, image, frozen, q_len_per_req, device, workspace_bytes,
+            revision, query, decision, launch, image, host, frozen, q_len_per_req, device, workspace_bytes,
             (rows, p.num_qo_heads, p.head_dim_qk), (rows, p.num_qo_heads, p.head_dim_vo),
             (*front, p.head_dim_qk), (*front, p.head_dim_vo), least,
+            p.q_dtype, p.kv_dtype, p.o_dtype, decision.path.contract,
         )  # fmt: skip
+
+    @property
+    def batch(self) -> HostBatch:
+        """The index arrays as the plan copied them (page ids that came from the device stay there)."""
+        paged = isinstance(self.query.problem.kv, PagedKV)
+        ids = self.host if "kv_indices" in self.host else self.image
+        return HostBatch(
+            shape=self.query.batch,
+            qo_indptr=self.host["qo_indptr"],
+            kv_indptr=self.host["kv_indptr"],
+            kv_len=self.host["kv_len"],
+            kv_indices=ids["kv_indices"] if paged else None,
+            kv_last_page_len=self.host["kv_last_page_len"] if paged else None,
+            max_page_id=None if self.min_rows is None else self.min_rows - 1 if paged else -1,
+        )
 
 
 def check_q(state: PlanState, q: torch.Tensor) -> None:

@@ -8,7 +8,6 @@ An overlay written on the user's own machine replaces rows of the same (code, ar
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +76,8 @@ class Thresholds:
         Raises:
             ValueError: Not TOML, a row is incomplete, or two rows share (code, arch).
         """
+        import tomllib
+
         try:
             data = tomllib.loads(text)
         except tomllib.TOMLDecodeError as err:

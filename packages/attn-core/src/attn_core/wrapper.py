@@ -108,52 +108,47 @@ class AttentionWrapper(Planner):
         s = self._state
         if s is None:
             s = self._planned()
-        p = s.query.problem
-        device = s.device
-        if (
-            q.__class__ is not torch.Tensor
-            or q.shape != s.q_shape
-            or q.dtype is not p.q_dtype
-            or q.device != device
-        ):
-            state.check_q(s, q)
-        self._check_kv(s, k, v)
-        contract = s.decision.path.contract
-        if (q.stride(2) != 1 or contract.q == "packed") and contract.q != "any":
+        device, contract = s.device, s.contract
+        self._check(s, q, k, v)
+        if contract.q != "any" and (contract.q == "packed" or q.stride(2) != 1):
             q = state.fit_q(contract, q)
-        if out is None:
-            if p.o_dtype is p.q_dtype and s.out_shape == s.q_shape:
-                out = torch.empty_like(q, memory_format=torch.contiguous_format)
-            else:
-                out = torch.empty(s.out_shape, dtype=p.o_dtype, device=device)
+        if out is not None:
+            state.check_output("out", out, s.out_shape, s.o_dtype, device)
+        elif s.o_dtype is s.q_dtype and s.out_shape == s.q_shape:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
         else:
-            state.check_output("out", out, s.out_shape, p.o_dtype, device)
+            out = torch.empty(s.out_shape, dtype=s.o_dtype, device=device)
         lse = self._lse(s, lse) if return_lse else None
         io = RunIO(q, k, v, out, lse, self._float_workspace_buffer)
         if q_scale is not None or k_scale is not None or v_scale is not None:
             _set_scales(s, io, q_scale, k_scale, v_scale)
-        if device.type == "cuda" and self._graph is None and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                needs(
-                    "run during graph capture",
-                    "a wrapper with use_cuda_graph=True",
-                    "an eager one",
-                    "core.eager-in-capture",
-                )
-            )
+        if device.type == "cuda":
+            self._refuse_eager_capture()
         s.decision.backend.run(s.launch, s.image, io)
-        return (out, lse) if lse is not None else out
+        return out if lse is None else (out, lse)
 
-    def _check_kv(self, s: PlanState, k: torch.Tensor, v: torch.Tensor) -> None:
-        p = s.query.problem
-        rows = s.min_rows or 0
-        for name, t, tail in (("k", k, s.kv_tail), ("v", v, s.v_tail)):
-            shape = t.shape
-            if shape[1:] != tail or shape[0] < rows or t.dtype is not p.kv_dtype or t.device != s.device:
-                state.check_kv(s, name, t, tail)
-        contract = s.decision.path.contract
-        if contract.dense_head_dim or contract.same_kv_strides:
+    def _check(self, s: PlanState, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Compare with the plan; the slow functions that say what is wrong run only when something is."""
+        device, rows = s.device, s.min_rows or 0
+        plain = q.__class__ is torch.Tensor
+        if not plain or q.shape != s.q_shape or q.dtype is not s.q_dtype or q.device != device:
+            state.check_q(s, q)
+        shape = k.shape
+        if shape[1:] != s.kv_tail or shape[0] < rows or k.dtype is not s.kv_dtype or k.device != device:
+            state.check_kv(s, "k", k, s.kv_tail)
+        shape = v.shape
+        if shape[1:] != s.v_tail or shape[0] < rows or v.dtype is not s.kv_dtype or v.device != device:
+            state.check_kv(s, "v", v, s.v_tail)
+        contract = s.contract
+        if contract.same_kv_strides or (contract.dense_head_dim and not k.stride(-1) == v.stride(-1) == 1):
             state.check_contract(contract, k, v)
+
+    def _refuse_eager_capture(self) -> None:
+        if self._graph is None and torch.cuda.is_current_stream_capturing():
+            want = "a wrapper with use_cuda_graph=True"
+            raise RuntimeError(
+                needs("run during graph capture", want, "an eager one", "core.eager-in-capture")
+            )
 
     def _lse(self, s: PlanState, lse: torch.Tensor | None) -> torch.Tensor:
         if not s.decision.path.capability.lse:
