@@ -166,4 +166,4 @@ def _pack(
     flat = mask.reshape(-1).to(device)
     if bit_indptr.numel() == 2:
         return packbits(flat, "little")
-    return segment_packbits(flat, bit_indptr.to(device), "little")[0]
+    return segment_packbits(flat, bit_indptr, "little")[0]

@@ -102,7 +102,7 @@ def paged_batch(
     if isinstance(qo, torch.Tensor):
         named["qo_indptr"] = qo
     if seq_lens is not None:
-        named["seq_lens"] = seq_lens.reshape(-1) if isinstance(seq_lens, torch.Tensor) else seq_lens
+        named["seq_lens"] = flat(seq_lens)
     _check_index("kv_indices", kv_indices, device)
     if host_indices or kv_indices.device.type == "cpu":
         named["kv_indices"] = kv_indices
@@ -136,7 +136,7 @@ def ragged_batch(
     """
     named = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr}
     if seq_lens is not None:
-        named["seq_lens"] = seq_lens.reshape(-1)
+        named["seq_lens"] = flat(seq_lens)
     host = to_host(named, device)
     indptr = host["kv_indptr"]
     if indptr.numel() == 0:
@@ -169,6 +169,22 @@ def to_host(named: Mapping[str, torch.Tensor], device: torch.device = CPU) -> di
         for name, part in zip(away, packed.split_with_sizes([named[n].numel() for n in away]), strict=True):
             out[name] = _narrow(name, part)
     return out
+
+
+def flat(given: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as 1-D; anything else as it is, for the check that follows to refuse."""
+    return given.reshape(-1) if isinstance(given, torch.Tensor) else given
+
+
+def size_of(name: str, tensor: torch.Tensor) -> int:
+    """Return the number of entries of an index tensor.
+
+    Raises:
+        TypeError: It is not a tensor.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(needs(name, "an int32 tensor", type(tensor).__name__, "core.index-type"))
+    return tensor.numel()
 
 
 def _check_index(name: str, tensor: object, device: torch.device) -> None:

@@ -164,7 +164,7 @@ class Capability:
         if problem.op not in self.ops:
             yield Reason(OP, candidate, ", ".join(sorted(op.value for op in self.ops)), problem.op.value)
             return  # the other fields describe those entry points
-        for code, refuses in _CHECKS:
+        for code, refuses in _CACHE_CHECKS if problem.op is Op.APPEND else _CHECKS:
             found = refuses(self, problem)
             if found is not None:
                 yield Reason(code, candidate, *found)
@@ -250,5 +250,9 @@ _CHECKS: tuple[tuple[Code, Callable[[Capability, AttentionProblem], _Found]], ..
     (BATCH_INVARIANT, lambda c, p: None if c.batch_invariant or not p.batch_invariant else (None, None)),
     (TENSOR_CORES, lambda c, p: None if c.tensor_cores or not p.use_tensor_cores else (None, True)),
 )
+
+# An append moves bytes: it has a cache, and neither a query nor an output.
+_OF_THE_CACHE = (KV_DTYPE, HEAD_DIM, HEAD_DIM_SPLIT, KV_ORDER, PAGE_SIZE)
+_CACHE_CHECKS = tuple(check for check in _CHECKS if check[0] in _OF_THE_CACHE)
 
 CODES = (ARCH, OP, *(code for code, _ in _CHECKS), GRAPH)

@@ -309,8 +309,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
     ) -> torch.Tensor:
         """Upstream's deprecated run(): an argument that is not at its default replaces the planned one.
 
-        Such a replacement plans the same batch again (and holds from then on); an argument left at its
-        default keeps what was planned. See :meth:`run`.
+        Such a replacement plans the same batch again and holds for this call; an argument left at its
+        default is what plan() was given. See :meth:`run`.
         """
         self._replan(**forward_changes(
             pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta

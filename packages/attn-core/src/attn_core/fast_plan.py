@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .batch import size_of
 from .decode_paged import BatchDecodeWithPagedKVCacheWrapper
 from .errors import needs
 from .options import DecodeOptions, Dtype
@@ -69,11 +70,11 @@ def fast_decode_plan(
     """
     if self._state is None:
         raise ValueError(needs("fast_decode_plan", "a wrapper with a prior plan", "none", "core.no-plan"))
-    batch = last_page_len.numel()
+    batch = size_of("last_page_len", last_page_len)
     if global_override_indptr_cpu is not None:
-        if global_override_indptr_cpu.numel() < batch + 1:
+        got = size_of("global_override_indptr_cpu", global_override_indptr_cpu)
+        if got < batch + 1:
             want = f"at least {batch + 1} entries"
-            got = global_override_indptr_cpu.numel()
             raise ValueError(needs("global_override_indptr_cpu", want, got, "core.indptr"))
         indptr = global_override_indptr_cpu[: batch + 1]
         if page_size == 1 and last_page_len.device.type != "cpu":

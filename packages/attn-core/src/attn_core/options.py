@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any, TypedDict
 
@@ -111,8 +112,25 @@ def number(name: str, value: object, default: float) -> float:
     return float(value)
 
 
-@lru_cache(maxsize=1024, typed=True)
 def make_problem(
+    op: Op, heads: tuple[int, int], head_dims: tuple[int, int], *rest: Hashable
+) -> AttentionProblem:
+    """Build the problem of a plan; kept, since a serving loop asks for the same one every step.
+
+    Takes the arguments of ``_make_problem``.
+    """
+    for name, value in zip(_INTEGERS, heads + head_dims, strict=True):
+        # Not left to the problem: a kept one is found by ==, and 8.0 equals 8.
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(needs(name, "an int", type(value).__name__, "core.heads"))
+    return _make_problem(op, heads, head_dims, *rest)
+
+
+_INTEGERS = ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _make_problem(
     op: Op,
     heads: tuple[int, int],
     head_dims: tuple[int, int],
@@ -132,7 +150,6 @@ def make_problem(
     fixed_split_size: int | None,
     disable_split_kv: bool,
 ) -> AttentionProblem:
-    """Build the problem of a plan; kept, since a serving loop asks for the same one every step."""
     q = as_dtype("q_data_type", q_dtype)
     if isinstance(window_left, bool) or not isinstance(window_left, int):
         raise TypeError(needs("window_left", "an int", type(window_left).__name__, "core.window"))

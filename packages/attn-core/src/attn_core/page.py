@@ -48,7 +48,8 @@ def append_paged_kv_cache(
         paged_kv_cache: As for the wrappers: a pair, one 5-D tensor or a CacheView.
         kv_indices: int32 page ids.
         kv_indptr: int32 ``[batch_size + 1]``, in pages.
-        kv_last_page_len: int32 ``[batch_size]``; only its size is used: positions say where rows go.
+        kv_last_page_len: int32 ``[batch_size]``, 1..page_size for a request with pages; checked only:
+            positions say where rows go.
         kv_layout: ``NHD`` or ``HND``.
         backend: ``auto``, a backend, or a candidate ``backend/path``.
 
@@ -173,6 +174,9 @@ def _check_values(index: dict[str, torch.Tensor], page_size: int, pages: int) ->
     )
     steps = indptr[1:] - indptr[:-1]
     _first_bad(steps, steps < 0, "kv_indptr step", "0 or more (non-decreasing)")
+    last = index["kv_last_page_len"]
+    outside = ((last < 1) | (last > page_size)) & (steps > 0)
+    _first_bad(last, outside, "kv_last_page_len", f"1 to page_size {page_size}")
     kept = batch >= 0
     owner = batch.clamp(min=0).long()
     room = steps[owner].long() * page_size

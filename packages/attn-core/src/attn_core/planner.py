@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -75,8 +76,9 @@ class Planner:
         self._described: DeviceTarget | None = None
         self._state: PlanState | None = None
         self._arena: GraphArena | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._screens: dict[object, Screened] = {}
+        self._replanned: tuple[int, AttentionProblem | None] = (-1, None)
 
     def _target(self) -> DeviceTarget:
         if self._described is None:
@@ -99,14 +101,19 @@ class Planner:
         """Compute a PlanState and publish it. The last thing plan() does."""
         undo = _Undo()
         try:
-            with self._lock:
-                self._publish(*self._compute(problem, batch, mask, q_len_per_req), undo)
+            # Not a with statement: an interrupt on its way out would leave the lock held and the new plan
+            # in force. This way the one handler below undoes both, the bytes while the lock is still ours.
+            self._lock.acquire()
+            self._publish(*self._compute(problem, batch, mask, q_len_per_req), undo)
+            self._lock.release()
         except BaseException:
             if undo.armed:
                 for place, was in undo.bytes:
                     place.copy_(was)
                 self._arena = undo.arena
                 self._state = undo.was
+            with suppress(RuntimeError):  # raised where the lock is not held by this thread
+                self._lock.release()
             raise
 
     def _publish(self, new: PlanState, arena: GraphArena | None, copies: list[Copy], undo: _Undo) -> None:
@@ -128,7 +135,7 @@ class Planner:
             raise ValueError(needs("custom mask in CUDA-graph mode", want, "none", "core.graph-mask"))
         old = self._state
         limits = None if self._graph is None else self._limits(old, batch)
-        query = Query(self._target(), problem, batch.shape, limits)
+        query = Query(self._target(), problem, batch.shape, limits, self._available())
         decision, result = self._route(query, batch, old)
         self._provide(result.workspace_bytes)
         parts = index_parts(batch, mask, result)
@@ -153,6 +160,11 @@ class Planner:
         )  # fmt: skip
         notices.announce(query.target, decision.refused, decision.candidate)
         return new, arena, copies
+
+    def _available(self) -> int | None:
+        """Bytes of float workspace a plan may use; None for as many as it asks for."""
+        buffer = self._float_workspace_buffer
+        return buffer.numel() * buffer.element_size()
 
     def _provide(self, workspace_bytes: int) -> None:
         check_bytes(self._float_workspace_buffer, workspace_bytes)
@@ -247,15 +259,21 @@ class Planner:
         return copies
 
     def _replan(self, **changes: Any) -> None:
-        """Plan the same batch again with another problem (upstream's deprecated ``forward`` arguments)."""
+        """Plan the same batch again with another problem (upstream's deprecated ``forward`` arguments).
+
+        The changes are to what plan() fixed, not to what an earlier call of this made of it.
+        """
         old = self._planned()
-        problem = replace(old.query.problem, **changes)
+        revision, planned = self._replanned
+        base = planned if planned is not None and revision == old.revision else old.query.problem
+        problem = replace(base, **changes)
         if problem == old.query.problem:
             return
         mask = None
         if "custom_mask" in old.image:
             mask = MaskBits(old.image["custom_mask"], old.host["mask_indptr"])
         self._plan(problem, old.batch, mask=mask, q_len_per_req=old.q_len_per_req)
+        self._replanned = (self._planned().revision, base)
 
 
 def check_bytes(buffer: torch.Tensor, wanted: int) -> None:

@@ -6,6 +6,7 @@ from typing import Unpack
 
 import torch
 
+from .batch import size_of
 from .decode_paged import BatchDecodeWithPagedKVCacheWrapper
 from .errors import needs
 from .options import DecodeOptions
@@ -68,7 +69,7 @@ class DecodePlanPool:
         Raises:
             ValueError: As the wrapper's ``plan()``.
         """
-        key = (last_page_len.numel(), options.get("q_len_per_req", 1))
+        key = (size_of("last_page_len", last_page_len), options.get("q_len_per_req", 1))
         member = self._members.get(key) or self._make(key[0])
         member.plan(
             indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, **options

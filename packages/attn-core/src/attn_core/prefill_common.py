@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .batch import HostBatch, first_true, to_host
+from .batch import HostBatch, first_true, flat, to_host
 from .errors import needs
 from .problem import MaskMode
 
@@ -41,7 +41,7 @@ def check_lengths(
             )
     if seq_lens_q is None:
         return
-    given = to_host({"seq_lens_q": seq_lens_q.reshape(-1)}, device)["seq_lens_q"]
+    given = to_host({"seq_lens_q": flat(seq_lens_q)}, device)["seq_lens_q"]
     q_len = batch.qo_indptr[1:] - batch.qo_indptr[:-1]
     if given.numel() < q_len.numel():
         want = f"at least batch size {q_len.numel()} entries"

@@ -141,7 +141,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         )  # fmt: skip
         mode = mask_mode(causal, custom_mask, packed_custom_mask)
         problem = make_problem(
-            Op.PREFILL_RAGGED, (num_qo_heads, num_kv_heads), (head_dim_qk, head_dim_vo or head_dim_qk),
+            Op.PREFILL_RAGGED, (num_qo_heads, num_kv_heads),
+            (head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo),
             q_data_type, q_data_type if kv_data_type is None else kv_data_type, o_data_type,
             RaggedKV(self._kv_layout), mode, pos_encoding_mode, window_left, logits_soft_cap,
             sm_scale, rope_scale, rope_theta, needs_lse, True, split_size(fixed_split_size), disable_split_kv,

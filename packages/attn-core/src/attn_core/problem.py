@@ -73,8 +73,7 @@ class PagedKV:
 
     def __post_init__(self) -> None:
         check_kv_order(self.order)
-        if self.page_size < 1:
-            raise ValueError(needs("page_size", "at least 1", self.page_size, "core.page-size"))
+        _positive("core.page-size", page_size=self.page_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +138,7 @@ class AttentionProblem:
 
     def __post_init__(self) -> None:
         _positive(
+            "core.heads",
             num_qo_heads=self.num_qo_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim_qk=self.head_dim_qk,
@@ -152,7 +152,11 @@ class AttentionProblem:
         if not self.logits_soft_cap >= 0:
             raise ValueError(needs("logits_soft_cap", "0 or more", self.logits_soft_cap, "core.soft-cap"))
         if self.fixed_split_size is not None:
-            _positive(fixed_split_size=self.fixed_split_size)
+            _positive("core.split-size", fixed_split_size=self.fixed_split_size)
+        if self.pos_encoding is PosEncoding.ROPE_LLAMA and self.head_dim_qk % 2:
+            raise ValueError(
+                needs("head_dim_qk", "an even number with ROPE_LLAMA", self.head_dim_qk, "core.rope")
+            )
         # Routing looks the problem up on every plan; hashing eighteen fields each time would be most of it.
         object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in _HASHED)))
 
@@ -178,9 +182,9 @@ class AttentionProblem:
 _HASHED = tuple(name for name in AttentionProblem.__dataclass_fields__ if name != "_hash")
 
 
-def _positive(**values: int) -> None:
+def _positive(code: str, **values: int) -> None:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(needs(name, "an int", type(value).__name__, "core.heads"))
+            raise TypeError(needs(name, "an int", type(value).__name__, code))
         if value < 1:
-            raise ValueError(needs(name, "at least 1", value, "core.heads"))
+            raise ValueError(needs(name, "at least 1", value, code))

@@ -17,8 +17,8 @@ _INDEX_DTYPES = (torch.int32, torch.int64)
 def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
     """Pack a 1-D binary array into bytes, as ``numpy.packbits`` does; the last byte is filled up with zeros.
 
-    Works on any device, reads nothing back to the host and may be called during graph capture. Needs about
-    an eighth of a byte of scratch per element of ``x``, on top of the result.
+    Works on any device, reads nothing back to the host and may be called during graph capture. Needs a
+    quarter of a byte of scratch per element of ``x``, on top of the result.
 
     Args:
         x: ``[n]`` bool or any integer dtype (nonzero is 1), any stride.

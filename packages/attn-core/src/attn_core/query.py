@@ -28,9 +28,19 @@ class GraphLimits:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Routing is a pure function of this value. Hashable, so decisions can be compared and kept."""
+    """Routing is a pure function of this value. Hashable, so decisions can be compared and kept.
+
+    Attributes:
+        target: Device to decide for.
+        problem: What is asked, apart from the batch.
+        batch: Integers of the batch.
+        graph: Capacities when the call will be captured.
+        workspace_bytes: Float workspace at hand, in bytes; None when as much as asked for will be found.
+            A plan that splits keys only to go faster fits itself into it instead of failing.
+    """
 
     target: DeviceTarget
     problem: AttentionProblem
     batch: BatchShape
     graph: GraphLimits | None = None
+    workspace_bytes: int | None = None

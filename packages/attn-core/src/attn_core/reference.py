@@ -47,12 +47,12 @@ class Launch:
 
     Attributes:
         problem: What to compute.
-        groups: Per group of requests: first, end, padded query rows, padded keys, first and end row
-            of the output (both -1 when only the device knows them).
+        groups: Per group of requests: first, end, padded query rows, most and least keys, first and end
+            row of the output (both -1 when only the device knows them).
     """
 
     problem: AttentionProblem
-    groups: tuple[tuple[int, int, int, int, int, int], ...]
+    groups: tuple[math.Group, ...]
 
 
 class ReferenceBackend:
@@ -81,9 +81,9 @@ class ReferenceBackend:
         size = max(1, _GATHER_BYTES // max(1, per_key * shape.max_kv_len))
         if problem.batch_invariant:
             size = 1  # padding to a neighbour's length may change how a product is summed
-        return PlanResult(Launch(problem, _groups(batch, size)))
+        return PlanResult(Launch(problem, _groups(batch, min(size, max(1, shape.batch_size)))))
 
-    def _captured(self, query: Query) -> tuple[tuple[int, int, int, int, int, int], ...]:
+    def _captured(self, query: Query) -> tuple[math.Group, ...]:
         """One group at full capacity: a graph's shapes are those of its first plan."""
         graph, problem = query.graph, query.problem
         assert graph is not None
@@ -92,7 +92,7 @@ class ReferenceBackend:
             keys = min(keys, graph.max_kv_len)
         decode = problem.op in (Op.DECODE, Op.VERIFY)
         rows = graph.total_q // max(1, graph.batch_size) if decode else graph.total_q
-        return ((0, graph.batch_size, rows, keys, -1, -1),)
+        return ((0, graph.batch_size, rows, keys, 0, -1, -1),)
 
     @torch.no_grad()
     def run(self, launch: object, image: DeviceImage, io: RunIO) -> None:
@@ -107,13 +107,14 @@ class ReferenceBackend:
         math.append(problem, io)
 
 
-def _groups(batch: HostBatch, size: int) -> tuple[tuple[int, int, int, int, int, int], ...]:
+def _groups(batch: HostBatch, size: int) -> tuple[math.Group, ...]:
     count = batch.shape.batch_size
     firsts = torch.arange(0, count, size)
     ends = torch.clamp(firsts + size, max=count)
     q_len = batch.qo_indptr[1:] - batch.qo_indptr[:-1]
     longest = (_group_max(q_len, size), _group_max(batch.kv_len, size))
-    columns = (firsts, ends, *longest, batch.qo_indptr[firsts], batch.qo_indptr[ends])
+    least = torch.full_like(firsts, batch.min_kv_len)
+    columns = (firsts, ends, *longest, least, batch.qo_indptr[firsts], batch.qo_indptr[ends])
     return tuple(zip(*(column.tolist() for column in columns), strict=True))
 
 

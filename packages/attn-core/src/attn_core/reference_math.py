@@ -13,18 +13,19 @@ LOG2E = math.log2(math.e)
 _SCORE_ELEMENTS = 8 << 20
 """Bound on the scores held at once; longer prefills are computed in blocks of query rows."""
 
-Group = tuple[int, int, int, int, int, int]
+Group = tuple[int, int, int, int, int, int, int]
+"""First and end request, padded query rows, padded and least keys, first and end row of the output."""
 
 
 def attend(p: AttentionProblem, group: Group, image: DeviceImage, io: RunIO) -> None:
     """Write ``io.out`` and ``io.lse`` for one group of requests (see ``reference.Launch``)."""
-    first, end, q_pad, kv_pad, row0, row1 = group
+    first, end, q_pad, kv_pad, kv_least, row0, row1 = group
     if end == first or q_pad == 0:
         return
     qo = image["qo_indptr"][first : end + 1].long()
     kv_len = image["kv_len"][first:end].long()
     q_len = qo[1:] - qo[:-1]
-    k, v = gather_kv(p, first, end, kv_pad, kv_len, image, io)
+    k, v = gather_kv(p, first, end, (kv_pad, kv_least), kv_len, image, io)
     if p.pos_encoding is PosEncoding.ROPE_LLAMA:
         k = rope(k, torch.arange(kv_pad, device=k.device)[None], p)
     rows = _Rows(p, first, qo, q_len, kv_len, image, io)
@@ -64,7 +65,8 @@ class _Rows:
         self.p, self.io, self.qo, self.q_len, self.kv_len = p, io, qo, q_len, kv_len
         self.device = io.q.device
         if p.mask is MaskMode.CUSTOM:
-            self.bits = image["custom_mask"]
+            bits = image["custom_mask"]
+            self.bits = bits if bits.numel() else bits.new_zeros(1)  # no (row, key) at all: nothing to index
             self.bit_start = image["mask_indptr"][first : first + q_len.numel()].long()
         self.slopes = (
             alibi_slopes(p.num_qo_heads, self.device) if p.pos_encoding is PosEncoding.ALIBI else None
@@ -77,7 +79,7 @@ class _Rows:
         p, b, n = self.p, self.q_len.numel(), stop - start
         i = torch.arange(start, stop, device=self.device)
         at = (self.qo[:-1, None] + i).clamp(0, max(0, self.io.q.shape[0] - 1))
-        q = _float(self.io.q[at]) * self.io.q_scale
+        q = self.io.q[at].to(work_type(p)) * self.io.q_scale
         if p.pos_encoding is PosEncoding.ROPE_LLAMA:
             q = rope(q, (self.kv_len - self.q_len)[:, None] + i, p)
         g, h = p.gqa_group_size, p.num_kv_heads
@@ -125,41 +127,52 @@ def gather_kv(
     p: AttentionProblem,
     first: int,
     end: int,
-    kv_pad: int,
+    keys: tuple[int, int],
     kv_len: torch.Tensor,
     image: DeviceImage,
     io: RunIO,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the group's keys and values as float ``[b, kv_pad, heads, dim]``, 0 beyond each length.
+    """Return the group's keys and values as float ``[b, kv_pad, heads, dim]``.
 
-    The zeros matter: a slot past the end may hold NaN, and a weight of 0 does not silence it.
+    Values beyond a length are 0: a slot there may hold NaN, and a weight of 0 does not silence it. Keys
+    there are whatever was found, since the mask replaces their logits.
     """
+    kv_pad, kv_least = keys
     j = torch.arange(kv_pad, device=kv_len.device)
     valid = j < kv_len[:, None]
     start = image["kv_indptr"][first:end].long()[:, None]
     if not isinstance(p.kv, PagedKV):
         token = torch.where(valid, start + j, 0)
-        return tuple(_take(t, (token,), valid) for t in (io.k, io.v))  # type: ignore[return-value]
+        return _both(p, (token,), valid, kv_least, io)
     entry = torch.where(valid, start + j // p.kv.page_size, 0)
     indices = image["kv_indices"]
     page = indices[entry].long() if indices.numel() else entry
     page = torch.where(valid, page, 0)
     slot = (j % p.kv.page_size).expand_as(page)
     at = (page, slot) if p.kv.order == "NHD" else (page, slice(None), slot)
-    return tuple(_take(t, at, valid) for t in (io.k, io.v))  # type: ignore[return-value]
+    return _both(p, at, valid, kv_least, io)
 
 
-def _take(t: torch.Tensor, at: tuple[object, ...], valid: torch.Tensor) -> torch.Tensor:
+def _both(
+    p: AttentionProblem, at: tuple[object, ...], valid: torch.Tensor, kv_least: int, io: RunIO
+) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = (_take(t, at, valid, work_type(p)) for t in (io.k, io.v))
+    v[:, kv_least:].masked_fill_(~valid[:, kv_least:, None, None], 0)
+    return k, v
+
+
+def _take(t: torch.Tensor, at: tuple[object, ...], valid: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if t.numel() == 0:
         heads = t.shape[1] if len(at) == 3 or t.ndim == 3 else t.shape[2]
-        return t.new_zeros((*valid.shape, heads, t.shape[-1]), dtype=torch.float32)
+        return t.new_zeros((*valid.shape, heads, t.shape[-1]), dtype=dtype)
     bits = t.view(torch.uint8) if t.dtype.itemsize == 1 else t  # indexing knows no float8
     found = bits[at].view(t.dtype)  # type: ignore[index]
-    return _float(found).masked_fill_(~valid[..., None, None], 0)
+    return found.to(dtype)
 
 
-def _float(t: torch.Tensor) -> torch.Tensor:
-    return t.to(torch.float64 if t.dtype is torch.float64 else torch.float32)
+def work_type(p: AttentionProblem) -> torch.dtype:
+    """Return the type all arithmetic of a problem is done in."""
+    return torch.float64 if torch.float64 in (p.q_dtype, p.kv_dtype) else torch.float32
 
 
 def rope(x: torch.Tensor, position: torch.Tensor, p: AttentionProblem) -> torch.Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from . import rules
 from .backend import Backend, Path
-from .errors import NoRoute
+from .errors import NoRoute, Unsupported
 from .problem import AttentionProblem
 from .query import GraphLimits, Query
 from .reasons import Code, Reason, Stage
@@ -114,7 +114,9 @@ def screen(
         raise NoRoute(f"backend: needs one of {names}, got {requested!r} [core.backend-name]", ())
     found = []
     for backend in backends:
-        missing = backend.unavailable(target)
+        # One that was not asked for is not asked either: its faults are no concern of this call.
+        asked_for = requested == AUTO or requested.split("/")[0] == backend.name
+        missing = _unavailable(backend, target, requested) if asked_for else None
         for path in backend.paths:
             name = f"{backend.name}/{path.name}"
             refusals: tuple[Reason, ...]
@@ -127,6 +129,15 @@ def screen(
             found.append(Candidate(backend, path, name, refusals))
     prefer = requested == AUTO and pinned is None  # a choice that is not ours is not judged for speed
     return Screened(target, problem, graph, requested, tuple(found), prefer)
+
+
+def _unavailable(backend: Backend, target: DeviceTarget, requested: str) -> Reason | None:
+    try:
+        return backend.unavailable(target)
+    except Unsupported as late:
+        if requested != AUTO:
+            raise
+        return late.reason
 
 
 def _static(
@@ -155,7 +166,12 @@ def _dynamic(candidate: Candidate, query: Query, *, prefer: bool) -> tuple[Reaso
 
 
 def _prepare(screened: Screened, candidate: Candidate) -> tuple[Reason, ...]:
-    reason = candidate.backend.prepare(screened.target, screened.problem, candidate.path.name)
+    try:
+        reason = candidate.backend.prepare(screened.target, screened.problem, candidate.path.name)
+    except Unsupported as late:
+        if not screened.prefer:
+            raise
+        reason = late.reason
     if reason is None:
         screened.prepared.add(candidate.name)
         return ()

@@ -162,8 +162,8 @@ def _draw(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """
     running = _fixed_point(weights).cumsum_(1)
     total = running[:, -1:].contiguous()
-    # The product may round up to the total itself.
-    threshold = torch.minimum((u * total.to(torch.float64)).to(torch.int64), total - 1)
+    # u is at most 1 - 2**-53, so the product stays below the total also where both are rounded.
+    threshold = (u * total.to(torch.float64)).to(torch.int64)
     return torch.searchsorted(running, threshold, right=True).masked_fill_(total == 0, _PAD).squeeze(1)
 
 
@@ -208,7 +208,8 @@ def _seed_and_offset(
     if isinstance(seed, torch.Tensor) and isinstance(offset, torch.Tensor):
         return seed.view(torch.int64).reshape(-1), offset.view(torch.int64).reshape(-1)
     if seed is None or offset is None:
-        source = device if generator is None else generator.device
+        on_host = generator is not None and generator.device.type == "cpu"
+        source = torch.device("cpu") if on_host else device
         drawn = torch.empty(1, dtype=torch.int64, device=source).random_(generator=generator)
         if source == device:
             return drawn, torch.zeros_like(drawn)
@@ -293,7 +294,7 @@ def _check_randomness(
         wanted = "device tensors during graph capture (a replay would repeat the numbers for ever)"
         raise ValueError(needs("seed and offset", wanted, kinds["seed"], "core.seed-capture"))
     if seed is None:
-        if generator is not None and generator.device not in (device, torch.device("cpu")):
+        if generator is not None and not _serves(generator, device):
             wanted = f"a generator on the CPU or on {device}"
             raise ValueError(needs("generator", wanted, generator.device, "core.generator-device"))
         return
@@ -302,6 +303,12 @@ def _check_randomness(
             _check_seed_tensor(name, value, batch_size, device)
         else:
             _check_seed_int(name, value)
+
+
+def _serves(generator: torch.Generator, device: torch.device) -> bool:
+    """Whether the generator can make a seed for ``device`` without a read back from another device."""
+    own = generator.device
+    return own.type == "cpu" or (own.type == device.type and own.index in (None, device.index))
 
 
 def _capturing(device: torch.device) -> bool:

@@ -26,6 +26,9 @@ class _OneCall(AttentionWrapper):
     def __init__(self, device: torch.device, backend: str) -> None:
         super().__init__(torch.empty(0, dtype=torch.uint8, device=device), "NHD", backend, None)
 
+    def _available(self) -> None:
+        return None
+
     def _provide(self, workspace_bytes: int) -> None:
         if self._float_workspace_buffer.numel() < workspace_bytes:
             self._float_workspace_buffer = torch.empty(workspace_bytes, dtype=torch.uint8, device=self.device)

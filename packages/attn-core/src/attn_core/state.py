@@ -108,6 +108,7 @@ class PlanState:
             kv_indices=ids["kv_indices"] if paged else None,
             kv_last_page_len=self.host["kv_last_page_len"] if paged else None,
             max_page_id=None if self.min_rows is None else self.min_rows - 1 if paged else -1,
+            min_kv_len=int(self.host["kv_len"].min()) if self.query.batch.batch_size else 0,
         )
 
 

@@ -161,7 +161,7 @@ class AttentionWrapper(Planner):
 
     def _forward_causal(self, causal: bool, changes: dict[str, Any]) -> None:
         """Plan again for the arguments of a deprecated prefill ``forward``; a custom mask stays."""
-        if causal and self._planned().query.problem.mask is MaskMode.NONE:
+        if causal and self._planned().query.problem.mask is not MaskMode.CUSTOM:
             changes["mask"] = MaskMode.CAUSAL
         self._replan(**changes)
 
