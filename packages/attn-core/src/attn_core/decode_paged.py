@@ -312,10 +312,10 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         Such a replacement plans the same batch again and holds for this call; an argument left at its
         default is what plan() was given. See :meth:`run`.
         """
-        self._replan(**forward_changes(
+        with self._for_one_call(**forward_changes(
             pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
-        ))  # fmt: skip
-        out = self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+        )):  # fmt: skip
+            out = self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
         assert isinstance(out, torch.Tensor)
         return out
 
@@ -334,10 +334,12 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         rope_theta: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As :meth:`forward`, returning ``(out, lse)``."""
-        self._replan(**forward_changes(
+        with self._for_one_call(**forward_changes(
             pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
-        ))  # fmt: skip
-        both = self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=True)
+        )):  # fmt: skip
+            both = self.run(
+                q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=True
+            )
         assert isinstance(both, tuple)
         return both
 

@@ -8,6 +8,7 @@ import pluggy
 
 from .backend import Backend
 from .target import DeviceTarget
+from .tracing import Tracer
 
 NAME = "attn"
 hookspec = pluggy.HookspecMarker(NAME)
@@ -39,5 +40,14 @@ def attn_order(names: Sequence[str]) -> Sequence[str] | None:
     """Return the backend names in the order ``auto`` shall try them, or None for rank order.
 
     Names left out come after those given, in rank order; unknown names are ignored.
+    """
+    return None
+
+
+@hookspec(firstresult=True)
+def attn_tracer() -> Tracer | str | None:
+    """Return what torch.compile shall see instead of run(), or why it shall not (a switch is off).
+
+    Called once, when backends are discovered.
     """
     return None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from . import notices, plugins
+from . import notices, plugins, tracing
 from .arena import Copy, GraphArena, Image, Layout, pack, upload
 from .arguments import MaskBits, check_workspace
 from .backend import DeviceImage, PlanResult
@@ -77,8 +77,8 @@ class Planner:
         self._state: PlanState | None = None
         self._arena: GraphArena | None = None
         self._lock = threading.RLock()
+        self._handle = tracing.register(self)
         self._screens: dict[object, Screened] = {}
-        self._replanned: tuple[int, AttentionProblem | None] = (-1, None)
 
     def _target(self) -> DeviceTarget:
         if self._described is None:
@@ -258,22 +258,22 @@ class Planner:
             copies.append((place[: mask.bits.numel()], mask.bits))
         return copies
 
-    def _replan(self, **changes: Any) -> None:
-        """Plan the same batch again with another problem (upstream's deprecated ``forward`` arguments).
-
-        The changes are to what plan() fixed, not to what an earlier call of this made of it.
-        """
+    @contextmanager
+    def _for_one_call(self, **changes: Any) -> Iterator[None]:
+        """Hold another problem for the same batch while the body runs (the deprecated ``forward``)."""
         old = self._planned()
-        revision, planned = self._replanned
-        base = planned if planned is not None and revision == old.revision else old.query.problem
-        problem = replace(base, **changes)
-        if problem == old.query.problem:
-            return
-        mask = None
-        if "custom_mask" in old.image:
-            mask = MaskBits(old.image["custom_mask"], old.host["mask_indptr"])
-        self._plan(problem, old.batch, mask=mask, q_len_per_req=old.q_len_per_req)
-        self._replanned = (self._planned().revision, base)
+        problem = replace(old.query.problem, **changes)
+        if problem != old.query.problem:
+            mask = None
+            if "custom_mask" in old.image:
+                mask = MaskBits(old.image["custom_mask"], old.host["mask_indptr"])
+            self._plan(problem, old.batch, mask=mask, q_len_per_req=old.q_len_per_req)
+        mine = self._state
+        try:
+            yield
+        finally:
+            if self._state is mine:
+                self._state = old
 
 
 def check_bytes(buffer: torch.Tensor, wanted: int) -> None:

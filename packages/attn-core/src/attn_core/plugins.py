@@ -10,7 +10,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
-from . import notices
+from . import notices, tracing
 from .backend import API_VERSION, AppendBackend, Backend
 from .errors import needs
 from .problem import Op
@@ -144,6 +144,9 @@ def discover(plugins: Sequence[EntryPoint] | None = None, *, config: Config | No
         with found.guard(ep.name):
             _load(manager, ep, options, found)
     order = _order(manager, found)
+    with found.guard("attn_tracer"):
+        tracer = manager.hook.attn_tracer()
+        tracing.install(*((None, tracer) if isinstance(tracer, str) else (tracer,)))
     return Registry(tuple(order), tuple(found.broken), tuple(found.targets), dict(found.sources))
 
 
@@ -196,19 +199,22 @@ class _Collector:
 
 def _load(manager: pluggy.PluginManager, ep: EntryPoint, config: Config, found: _Collector) -> None:
     plugin = ep.load()
-    manager.register(plugin, name=ep.name)
     try:
+        manager.register(plugin, name=ep.name)
         manager.check_pending()
         hooks = manager.subset_hook_caller("attn_backends", _others(manager, plugin))
-        source = ep.name if ep.dist is None else f"{ep.dist.name} {ep.dist.version}"
-        for backends in hooks(api_version=API_VERSION, config=config):
-            for backend in backends:
-                found.add(ep.name, backend, source)
-        for targets in manager.subset_hook_caller("attn_targets", _others(manager, plugin))():
-            found.targets.extend(targets)
+        given = [backend for some in hooks(api_version=API_VERSION, config=config) for backend in some]
+        hooks = manager.subset_hook_caller("attn_targets", _others(manager, plugin))
+        targets = [target for some in hooks() for target in some]
     except BaseException:
-        manager.unregister(plugin)
+        if manager.get_plugin(ep.name) is plugin:  # register() itself may fail half way
+            manager.unregister(plugin)
         raise
+    # Only now: a package is taken as a whole or not at all.
+    source = ep.name if ep.dist is None else f"{ep.dist.name} {ep.dist.version}"
+    for backend in given:
+        found.add(ep.name, backend, source)
+    found.targets.extend(targets)
 
 
 def _others(manager: pluggy.PluginManager, plugin: object) -> list[object]:
@@ -227,23 +233,30 @@ def _fault(backend: object) -> str | None:
         return needs(
             str(name), "every member of attn_core.backend.Backend", f"no {', '.join(missing)}", "core.plugin"
         )
-    if not isinstance(backend.name, str) or not backend.name.isidentifier() or backend.name == "auto":
+    if not _is_name(backend.name):
         return needs(
             "name", "a lower-case identifier other than 'auto'", repr(backend.name), "core.plugin-name"
         )
+    if isinstance(backend.rank, bool) or not isinstance(backend.rank, int):
+        return needs(f"{name}: rank", "an int", repr(backend.rank), "core.plugin")
+    if len({path.name for path in backend.paths}) != len(backend.paths):
+        names = ", ".join(path.name for path in backend.paths)
+        return needs(f"{name}: paths", "names that differ", names, "core.plugin")
     appends = any(Op.APPEND in path.capability.ops for path in backend.paths)
     if appends and not isinstance(backend, AppendBackend):
         return needs(str(name), "append(), which its capability claims", "none", "core.plugin")
     return None
 
 
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and name.isidentifier() and name == name.lower() and name != "auto"
+
+
 def _order(manager: pluggy.PluginManager, found: _Collector) -> list[Backend]:
     ranked = sorted(found.backends.values(), key=lambda b: (b.rank, b.name))
     names = tuple(b.name for b in ranked)
-    wanted: Sequence[str] | None = None
+    place: dict[str, int] = {}
     with found.guard("attn_order"):
-        wanted = manager.hook.attn_order(names=names)
-    if not wanted:
-        return ranked
-    place = {name: at for at, name in enumerate(wanted)}
+        wanted: Sequence[str] | None = manager.hook.attn_order(names=names)
+        place = {name: at for at, name in enumerate(dict.fromkeys(wanted or ()))}
     return sorted(ranked, key=lambda b: place.get(b.name, len(place)))

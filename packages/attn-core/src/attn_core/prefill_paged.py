@@ -325,10 +325,10 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         Such a replacement plans the same batch again and holds for this call; an argument left at its
         default is what plan() was given. See :meth:`run`.
         """
-        self._forward_causal(causal, forward_changes(
+        with self._forward_causal(causal, forward_changes(
             pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
-        ))  # fmt: skip
-        out = self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
+        )):  # fmt: skip
+            out = self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
         assert isinstance(out, torch.Tensor)
         return out
 
@@ -348,10 +348,10 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         rope_theta: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As :meth:`forward`, returning ``(out, lse)``."""
-        self._forward_causal(causal, forward_changes(
+        with self._forward_causal(causal, forward_changes(
             pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
-        ))  # fmt: skip
-        both = self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=True)
+        )):  # fmt: skip
+            both = self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=True)
         assert isinstance(both, tuple)
         return both
 

@@ -94,6 +94,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
     ) -> None:
         """Plan for one batch. Note the order: ``window_left`` comes before ``sm_scale`` here.
 
+        Index tensors on the host cost no synchronisation; those on the device are fetched in one copy.
+        All may be reused once plan() returns. If it raises, the previous plan stays in force.
+
         Args:
             qo_indptr: int32 ``[batch_size + 1]``, first query row of each request.
             kv_indptr: int32 ``[batch_size + 1]``, first key of each request, in tokens.
@@ -220,10 +223,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         rope_theta: float | None = None,
     ) -> torch.Tensor:
         """Upstream's deprecated run(); replaces planned values as the paged wrapper's ``forward`` does."""
-        self._forward_causal(causal, forward_changes(
+        with self._forward_causal(causal, forward_changes(
             pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
-        ))  # fmt: skip
-        out = self.run(q, k, v)
+        )):  # fmt: skip
+            out = self.run(q, k, v)
         assert isinstance(out, torch.Tensor)
         return out
 
@@ -242,10 +245,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         rope_theta: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As :meth:`forward`, returning ``(out, lse)``."""
-        self._forward_causal(causal, forward_changes(
+        with self._forward_causal(causal, forward_changes(
             pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
-        ))  # fmt: skip
-        both = self.run(q, k, v, return_lse=True)
+        )):  # fmt: skip
+            both = self.run(q, k, v, return_lse=True)
         assert isinstance(both, tuple)
         return both
 

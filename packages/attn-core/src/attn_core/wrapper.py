@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
-from . import state
+from . import state, tracing
 from .arguments import check_workspace
 from .backend import RunIO
 from .errors import needs
@@ -100,14 +102,17 @@ class AttentionWrapper(Planner):
         out: torch.Tensor | None,
         lse: torch.Tensor | None,
         return_lse: bool,
-        q_scale: object,
-        k_scale: object,
-        v_scale: object,
+        q_scale: state.Scale | None,
+        k_scale: state.Scale | None,
+        v_scale: state.Scale | None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Check one run against the plan in force and enqueue it."""
         s = self._state
         if s is None:
             s = self._planned()
+        if is_dynamo_compiling():
+            scales = (q_scale, k_scale, v_scale)
+            return tracing.tracer().run(self._handle, q, k, v, out, lse, return_lse, s.o_dtype, scales)
         device, contract = s.device, s.contract
         self._check(s, q, k, v)
         if contract.q != "any" and (contract.q == "packed" or q.stride(2) != 1):
@@ -159,11 +164,11 @@ class AttentionWrapper(Planner):
             return torch.empty(shape, dtype=torch.float32, device=s.device)
         return state.check_output("lse", lse, shape, torch.float32, s.device)
 
-    def _forward_causal(self, causal: bool, changes: dict[str, Any]) -> None:
-        """Plan again for the arguments of a deprecated prefill ``forward``; a custom mask stays."""
+    def _forward_causal(self, causal: bool, changes: dict[str, Any]) -> AbstractContextManager[None]:
+        """Hold the arguments of a deprecated prefill ``forward`` for one call; a custom mask stays."""
         if causal and self._planned().query.problem.mask is not MaskMode.CUSTOM:
             changes["mask"] = MaskMode.CAUSAL
-        self._replan(**changes)
+        return self._for_one_call(**changes)
 
 
 def _set_scales(s: PlanState, io: RunIO, q_scale: object, k_scale: object, v_scale: object) -> None:
