@@ -213,9 +213,20 @@ def first_true(mask: torch.Tensor) -> int:
     return int(mask.to(torch.uint8).argmax())
 
 
+_FEW = 256
+"""Up to so many numbers Python's min() and max() beat a torch operator and two reads of its result."""
+
+
 def _range(values: torch.Tensor) -> tuple[int, int]:
+    if values.numel() <= _FEW:
+        numbers: list[int] = values.tolist()
+        return min(numbers), max(numbers)
     low, high = torch.aminmax(values)
     return int(low), int(high)
+
+
+def _sum(values: torch.Tensor) -> int:
+    return sum(values.tolist()) if values.numel() <= _FEW else int(values.sum())
 
 
 def _lengths(name: str, indptr: torch.Tensor, batch_size: int) -> tuple[torch.Tensor, int, int, int]:
@@ -316,7 +327,7 @@ def _assemble(
         max_q_len=longest,
         uniform_q_len=uniform,
         max_kv_len=most,
-        total_kv=int(kv_len.sum()),
+        total_kv=_sum(kv_len),
         total_pages=total_pages,
     )
     return HostBatch(

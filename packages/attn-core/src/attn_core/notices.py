@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from .reasons import Reason
+from .reasons import Reason, worth_telling
 from .target import DeviceTarget
 
 LOGGER = logging.getLogger("attn_core")
@@ -32,8 +32,8 @@ def warn_once(key: object, message: str) -> None:
 
 def announce(target: DeviceTarget, refused: tuple[Reason, ...], chosen: str) -> None:
     """Log the refusals behind a fallback, once per (device, cause), whatever the batch looked like."""
-    for reason in refused:
-        if not reason.code.quiet and first_time((target, *reason.key)):
+    for reason in worth_telling(refused, chosen):
+        if first_time((target, *reason.key)):
             # The limit is part of the key and of the text; what was asked for changes every step.
             text = reason.code.template.format(limit=reason.limit)
             LOGGER.warning("%s: %s [%s]; using %s", reason.candidate, text, reason.code.slug, chosen)

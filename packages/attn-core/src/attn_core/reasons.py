@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -69,3 +70,20 @@ class Reason:
 
     def __str__(self) -> str:
         return f"{self.candidate}: {self.text} [{self.code.slug}]"
+
+
+def worth_telling(refused: Iterable[Reason], chosen: str) -> list[Reason]:
+    """Return the refusals that explain a fallback, each cause once.
+
+    Left out are quiet causes; what one path of the chosen backend says next to another, which is no
+    fallback, unless its kernel could not be prepared; and what is said of a whole backend path by path.
+    """
+    owner = chosen.partition("/")[0]
+    told: dict[object, Reason] = {}
+    for reason in refused:
+        of = reason.candidate.partition("/")[0]
+        if reason.code.quiet or (of == owner and reason.code.stage is not Stage.PREPARE):
+            continue
+        whole = reason.code.stage is Stage.AVAILABILITY
+        told.setdefault((of, *reason.key[1:]) if whole else reason.key, reason)
+    return list(told.values())

@@ -187,11 +187,14 @@ def rope(x: torch.Tensor, position: torch.Tensor, p: AttentionProblem) -> torch.
 
 
 def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
-    """Slopes of ALiBi: a geometric series, interleaved with a finer one past a power of two."""
+    """Slopes of ALiBi: a geometric series, interleaved with a finer one past a power of two.
+
+    Made on the device: a list brought over from the host would stall it, and end a capture.
+    """
     near = 2 ** math.floor(math.log2(heads))
-    base = [2 ** (-8 * n / near) for n in range(1, near + 1)]
-    base += [2 ** (-4 * n / near) for n in range(1, 2 * (heads - near), 2)]
-    return torch.tensor(base, dtype=torch.float32, device=device)
+    n = torch.arange(heads, device=device, dtype=torch.float64)
+    power = torch.where(n < near, -8 * (n + 1) / near, -4 * (2 * (n - near) + 1) / near)
+    return torch.exp2(power).float()
 
 
 def append(p: AttentionProblem, io: AppendIO) -> None:

@@ -14,7 +14,7 @@ from .backend import Backend, Path
 from .errors import NoRoute, Unsupported
 from .problem import AttentionProblem
 from .query import GraphLimits, Query
-from .reasons import Code, Reason, Stage
+from .reasons import Code, Reason, Stage, worth_telling
 from .target import DeviceTarget
 
 AUTO = "auto"
@@ -65,11 +65,11 @@ class RouteDecision:
 
     @property
     def fallback_reason(self) -> str | None:
-        """Why a better-ranked candidate was passed over, on one line; None when none was.
+        """Why a better-ranked backend was passed over, on one line; None when none was.
 
         Causes nobody can act on (a backend for another device) do not count; ``refused`` has them.
         """
-        told = [str(reason) for reason in self.refused if not reason.code.quiet]
+        told = [str(reason) for reason in worth_telling(self.refused, self.candidate)]
         return "; ".join(told) if told else None
 
 

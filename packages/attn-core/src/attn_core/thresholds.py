@@ -147,6 +147,6 @@ def _row(row: object, origin: str) -> Row:
 def _verdict(limit: object, where: str) -> Limit | Never:
     if limit == "never":
         return Never()
-    if isinstance(limit, bool) or not isinstance(limit, int | float):
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or limit != limit:
         raise ValueError(needs(f"{where}: limit", 'a number or "never"', repr(limit), "core.threshold"))
     return Limit(limit)

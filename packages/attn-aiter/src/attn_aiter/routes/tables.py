@@ -1,0 +1,22 @@
+"""Dense page tables, for kernels that do not take an indptr."""
+
+from __future__ import annotations
+
+import torch
+
+from attn_core.batch import HostBatch
+
+
+def block_table(batch: HostBatch, width: int) -> torch.Tensor:
+    """Return ``[batch_size * width]`` int32: the pages of each request, row by row, padded with page 0.
+
+    The values of ``kv_indices`` are read: one copy from the device if that is where the caller has them.
+    """
+    assert batch.kv_indices is not None
+    ids = batch.kv_indices.cpu()
+    pages = batch.kv_indptr.diff().long()
+    row = torch.repeat_interleave(torch.arange(pages.numel()), pages)
+    column = torch.arange(ids.numel()) - torch.repeat_interleave(batch.kv_indptr[:-1].long(), pages)
+    table = torch.zeros(pages.numel() * width, dtype=torch.int32)
+    table[row * width + column] = ids
+    return table

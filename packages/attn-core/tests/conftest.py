@@ -1,0 +1,27 @@
+"""Every test starts with the reference backend alone, and with nothing said yet."""
+
+import pytest
+
+from attn_core import notices, plugins
+
+from .fakes import registry
+
+
+@pytest.fixture(autouse=True)
+def _reference_only():
+    notices.forget()
+    before = plugins.use(registry())
+    yield
+    plugins.use(before)
+    notices.forget()
+
+
+@pytest.fixture
+def use():
+    """Install backends ahead of the reference: ``use(FakeBackend(...), reference=False)``."""
+
+    def install(*backends, reference=True):
+        plugins.use(registry(*backends, reference=reference))
+        return backends[0] if len(backends) == 1 else backends
+
+    return install

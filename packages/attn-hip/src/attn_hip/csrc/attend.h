@@ -1,0 +1,36 @@
+// The attention kernel: prefill, verify and decode, every target.
+//
+// A tile type T holds the query rows of one work item as units: a unit is what one wave of a GPU, or one pass of a
+// CPU thread, computes at a time. T knows how queries, keys and values are laid out; this file knows attention.
+#pragma once
+#include "logits.h"
+#include "softmax.h"
+
+namespace attn {
+
+template <class T>
+ATTN_DEVICE void attend(const AttendParams& p, const WorkItem& item, T& tile) {
+  const Rows rows = rows_of(p, item.request, item.q_tile);
+  const Keys keys = keys_of_tile(p, rows, item, T::kKeys);
+  const float scale = logit_scale(p);
+  tile.open(p, item, rows);
+  for (int kv = keys.begin; kv < keys.end; kv += T::kKeys) {
+    const int n = least(T::kKeys, keys.end - kv);
+    tile.seek(kv, n, keys.end);
+    for (int h = 0; h < tile.heads(); h++) {
+      tile.stage(h);
+      for (int u = 0; u < tile.units(); u++) {
+        typename T::Unit& unit = tile.unit(h, u);
+        if (!sees_any(unit.facts, kv, n)) continue;
+        typename T::Scores s = tile.scores(unit, kv);  // q k^T
+        finish_logits<T>(p, rows, unit.facts, s, kv, scale);
+        typename T::Row fade[T::kRows];
+        soften<T>(unit.state, s, fade);
+        tile.accumulate(unit, fade, s);  // out = out * fade + weights v
+      }
+    }
+  }
+  tile.close(output_scale(p));
+}
+
+}  // namespace attn

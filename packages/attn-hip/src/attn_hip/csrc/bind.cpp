@@ -1,0 +1,217 @@
+// The Python module of one instruction set. It knows no torch: tensors arrive as addresses and stride tuples.
+//
+// Python has checked types, shapes and devices against the plan; what is checked here is what would otherwise let a
+// kernel leave its arrays.
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "planner.h"
+#include "pool.h"
+
+namespace py = pybind11;
+
+namespace attn {
+namespace {
+
+constexpr int kMostDims = 512;
+constexpr int kItemWords = sizeof(WorkItem) / sizeof(int32_t);
+constexpr int kCountWords = 4;
+static_assert(sizeof(MergeItem) == sizeof(WorkItem), "both have the same number of words in the image");
+
+template <class T>
+T* at(uint64_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+void require(bool holds, const char* message) {
+  if (!holds) throw std::invalid_argument(message);
+}
+
+// Entry i of the tuple that Tensor.stride() returns.
+int64_t stride(const py::tuple& strides, size_t i) {
+  const int64_t value = PyLong_AsLongLong(PyTuple_GET_ITEM(strides.ptr(), Py_ssize_t(i)));
+  if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
+  return value;
+}
+
+struct KvStrides {
+  int64_t page, token, head;
+};
+
+KvStrides kv_strides(const py::tuple& strides, bool paged, bool heads_first) {
+  require(strides.size() == (paged ? 4 : 3), "native: k and v need 4 dimensions when paged, else 3 [fa2.native]");
+  if (!paged) return {0, stride(strides, 0), stride(strides, 1)};
+  return {stride(strides, 0), stride(strides, heads_first ? 2 : 1), stride(strides, heads_first ? 1 : 2)};
+}
+
+// How a batch is planned, apart from the batch.
+PlanInput plan_input(int group, int num_kv_heads, int tile_q, int tile_kv, int min_chunk, int workers, int max_heads,
+                     int window_left, bool causal, int64_t split, int64_t max_slots) {
+  require(group > 0 && num_kv_heads > 0 && tile_q > 0 && tile_kv > 0 && min_chunk > 0 && workers > 0 &&
+              max_heads > 0,
+          "native: sizes of a plan need to be positive [fa2.native]");
+  require(split >= kSplitNever && window_left >= -1, "native: split and window_left need to be -1 or more [fa2.native]");
+  return {nullptr, nullptr, 0, group, num_kv_heads, tile_q, tile_kv, min_chunk, workers, max_heads, window_left, causal,
+          split, max_slots};
+}
+
+Plan make_plan(PlanInput in, uint64_t qo_indptr, uint64_t kv_len, int batch) {
+  in.qo_indptr = at<const int32_t>(qo_indptr);
+  in.kv_len = at<const int32_t>(kv_len);
+  in.batch = batch;
+  const py::gil_scoped_release released;
+  return plan(in);
+}
+
+// Writes items, merges and counts into an image that has room for them.
+void write_plan(const Plan& made, uint64_t items, uint64_t merges, uint64_t counts) {
+  std::copy(made.items.begin(), made.items.end(), at<WorkItem>(items));
+  std::copy(made.merges.begin(), made.merges.end(), at<MergeItem>(merges));
+  const int32_t said[kCountWords] = {int32_t(made.items.size()), int32_t(made.merges.size()), made.num_slots,
+                                     made.max_heads};
+  std::copy(said, said + kCountWords, at<int32_t>(counts));
+}
+
+py::tuple capacity(const PlanInput& in, int64_t batch, int64_t total_q, int64_t q_len, int64_t max_kv,
+                   int64_t total_kv) {
+  const Capacity most = capacity_of(in, {batch, total_q, q_len, max_kv, total_kv});
+  return py::make_tuple(most.items, most.merges, most.slots);
+}
+
+// The facts of a problem, ready to be launched. Immutable, so threads may share it.
+class Kernel {
+ public:
+  Kernel(int q_dtype, int kv_dtype, int o_dtype, int num_qo_heads, int num_kv_heads, int head_dim_qk, int head_dim_vo,
+         int page_size, bool heads_first, int mask, int position, int window_left, float sm_scale, float soft_cap,
+         double rope_theta, double rope_scale)
+      : heads_first_(heads_first) {
+    require(num_kv_heads > 0 && num_qo_heads > 0 && num_qo_heads % num_kv_heads == 0,
+            "native: num_qo_heads needs to be a multiple of num_kv_heads [fa2.native]");
+    require(std::min(head_dim_qk, head_dim_vo) > 0 && std::max(head_dim_qk, head_dim_vo) <= kMostDims,
+            "native: head dims need to be 1 to 512 [fa2.native]");
+    p_.q_dtype = q_dtype, p_.kv_dtype = kv_dtype, p_.o_dtype = o_dtype;
+    p_.num_qo_heads = num_qo_heads, p_.num_kv_heads = num_kv_heads, p_.group = num_qo_heads / num_kv_heads;
+    p_.head_dim_qk = head_dim_qk, p_.head_dim_vo = head_dim_vo, p_.page_size = page_size;
+    p_.mask = mask, p_.position = position, p_.window_left = window_left;
+    p_.sm_scale = sm_scale, p_.soft_cap = soft_cap;
+    if (position == kPositionRope) {
+      turns_.resize(size_t(head_dim_qk / 2));
+      rope_turns(head_dim_qk, rope_theta, rope_scale, turns_.data());
+      p_.rope_turns = turns_.data();
+    }
+    if (position == kPositionAlibi) {
+      slopes_.resize(size_t(num_qo_heads));
+      alibi_slopes(num_qo_heads, slopes_.data());
+      p_.alibi_slopes = slopes_.data();
+    }
+  }
+  Kernel(const Kernel&) = delete;
+  Kernel& operator=(const Kernel&) = delete;
+
+  void run(uint64_t q, uint64_t k, uint64_t v, uint64_t out, uint64_t lse, const py::tuple& q_strides,
+           const py::tuple& k_strides, const py::tuple& v_strides, const py::tuple& out_strides, uint64_t qo_indptr,
+           uint64_t kv_indptr, uint64_t kv_indices, uint64_t kv_len, uint64_t custom_mask, uint64_t mask_indptr,
+           uint64_t items, uint64_t merges, uint64_t counts, int64_t item_capacity, int64_t merge_capacity,
+           uint64_t partials, int64_t slots, int tile_q, float q_scale, float k_scale, float v_scale,
+           uint64_t q_scale_ptr, uint64_t k_scale_ptr, uint64_t v_scale_ptr, int threads) const {
+    AttendParams p = p_;
+    p.q = at<void>(q), p.k = at<void>(k), p.v = at<void>(v), p.out = at<void>(out), p.lse = at<float>(lse);
+    p.q_stride_row = stride(q_strides, 0), p.q_stride_head = stride(q_strides, 1);
+    p.out_stride_row = stride(out_strides, 0), p.out_stride_head = stride(out_strides, 1);
+    const KvStrides ks = kv_strides(k_strides, p.page_size, heads_first_);
+    const KvStrides vs = kv_strides(v_strides, p.page_size, heads_first_);
+    p.k_stride_page = ks.page, p.k_stride_token = ks.token, p.k_stride_head = ks.head;
+    p.v_stride_page = vs.page, p.v_stride_token = vs.token, p.v_stride_head = vs.head;
+    p.qo_indptr = at<int32_t>(qo_indptr), p.kv_indptr = at<int32_t>(kv_indptr), p.kv_len = at<int32_t>(kv_len);
+    p.kv_indices = at<int32_t>(kv_indices);
+    p.custom_mask = at<uint8_t>(custom_mask), p.mask_indptr = at<int32_t>(mask_indptr);
+    p.partial_out = at<float>(partials), p.partial_lse = p.partial_out + slots * tile_q * p.head_dim_vo;
+    p.tile_q = tile_q;
+    p.q_scale = q_scale, p.k_scale = k_scale, p.v_scale = v_scale;
+    p.q_scale_ptr = at<float>(q_scale_ptr), p.k_scale_ptr = at<float>(k_scale_ptr);
+    p.v_scale_ptr = at<float>(v_scale_ptr);
+    const int32_t* said = at<const int32_t>(counts);
+    require(said[0] >= 0 && said[0] <= item_capacity && said[1] >= 0 && said[1] <= merge_capacity && said[2] <= slots &&
+                said[3] >= 0 && said[3] <= p.num_kv_heads && (said[2] == 0 || partials),
+            "native: counts of the plan image need to fit its arrays [fa2.native]");
+    launch(p, at<const WorkItem>(items), said[0], at<const MergeItem>(merges), said[1], said[3], threads);
+  }
+
+ private:
+  static void launch(const AttendParams& p, const WorkItem* items, int num_items, const MergeItem* merges,
+                     int num_merges, int max_heads, int threads) {
+    const py::gil_scoped_release released;
+    const Region region = {num_items, num_merges, attend_scratch_bytes(p, max_heads),
+                           [&p, items](int64_t i, void* scratch) { attend_item(p, items[i], scratch); },
+                           [&p, merges](int64_t i, void*) { merge_item(p, merges[i]); }};
+    run_region(region, threads);
+  }
+
+  AttendParams p_ = {};
+  bool heads_first_;
+  std::vector<double> turns_;
+  std::vector<float> slopes_;
+};
+
+constexpr int64_t kAppendRows = 64;  // of one item; fewer are not worth a thread
+
+void append(uint64_t key, uint64_t value, uint64_t k, uint64_t v, uint64_t batch_indices, uint64_t positions,
+            uint64_t kv_indices, uint64_t kv_indptr, const py::tuple& key_strides, const py::tuple& value_strides,
+            const py::tuple& k_strides, const py::tuple& v_strides, bool heads_first, int64_t nnz, int64_t num_pages,
+            int batch, int num_indices, int dtype, int num_kv_heads, int head_dim_qk, int head_dim_vo, int page_size,
+            int threads) {
+  require(page_size > 0, "native: page_size needs to be positive [fa2.native]");
+  const KvStrides ks = kv_strides(k_strides, true, heads_first), vs = kv_strides(v_strides, true, heads_first);
+  AppendParams p = {};
+  p.key = at<void>(key), p.value = at<void>(value), p.k = at<void>(k), p.v = at<void>(v);
+  p.batch_indices = at<int32_t>(batch_indices), p.positions = at<int32_t>(positions);
+  p.kv_indices = at<int32_t>(kv_indices), p.kv_indptr = at<int32_t>(kv_indptr);
+  p.key_stride_row = stride(key_strides, 0), p.key_stride_head = stride(key_strides, 1);
+  p.value_stride_row = stride(value_strides, 0), p.value_stride_head = stride(value_strides, 1);
+  p.k_stride_page = ks.page, p.k_stride_token = ks.token, p.k_stride_head = ks.head;
+  p.v_stride_page = vs.page, p.v_stride_token = vs.token, p.v_stride_head = vs.head;
+  p.nnz = nnz, p.num_pages = num_pages, p.batch = batch, p.num_indices = num_indices;
+  p.key_dtype = p.kv_dtype = dtype;
+  p.num_kv_heads = num_kv_heads, p.head_dim_qk = head_dim_qk, p.head_dim_vo = head_dim_vo, p.page_size = page_size;
+  const py::gil_scoped_release released;
+  const auto rows = [&p](int64_t i, void*) {
+    append_rows(p, i * kAppendRows, std::min((i + 1) * kAppendRows, p.nnz));
+  };
+  run_region({(nnz + kAppendRows - 1) / kAppendRows, 0, 0, rows, nullptr}, threads);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(ATTN_MODULE, m) {
+  m.doc() = "Planner and kernels of attn-hip for one instruction set of the host CPU";
+  m.attr("ITEM_WORDS") = kItemWords;
+  m.attr("COUNT_WORDS") = kCountWords;
+  m.def("isa", &isa_name);
+  m.def("kv_tile", &kv_tile);
+  m.def("tile_q_for", &tile_q_for);
+  m.def("cta_tile_q", &cta_tile_q);
+  m.def("pool_size", &pool_size);
+  m.def("append", &append);
+
+  py::class_<PlanInput>(m, "PlanInput", py::module_local())
+      .def(py::init(&plan_input))
+      .def("plan", &make_plan)
+      .def("capacity", &capacity);
+  py::class_<Plan>(m, "Plan", py::module_local())
+      .def_property_readonly("num_items", [](const Plan& plan) { return plan.items.size(); })
+      .def_property_readonly("num_merges", [](const Plan& plan) { return plan.merges.size(); })
+      .def_readonly("num_slots", &Plan::num_slots)
+      .def_readonly("max_heads", &Plan::max_heads)
+      .def_readonly("chunk", &Plan::chunk)
+      .def("write", &write_plan);
+  py::class_<Kernel>(m, "Kernel", py::module_local())
+      .def(py::init<int, int, int, int, int, int, int, int, bool, int, int, int, float, float, double, double>())
+      .def("run", &Kernel::run);
+}
+
+}  // namespace attn

@@ -1,0 +1,220 @@
+#include "planner.h"
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+
+namespace attn {
+namespace {
+
+// Items per worker when nothing else bounds the chunk: the last round, where workers run dry, is then short.
+constexpr int64_t kItemsPerWorker = 8;
+// Fewer items than this per worker: give an item fewer heads instead.
+constexpr int64_t kEnoughPerWorker = 4;
+constexpr int64_t kWhole = std::numeric_limits<int32_t>::max();  // a chunk that no request exceeds
+constexpr int64_t kMostItems = 1 << 26;  // slots and image words stay far inside 32 bits
+constexpr int kBuckets = 256;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Keys [begin, end) that some row of a tile sees.
+struct Span {
+  int64_t begin, end;
+  int64_t size() const { return end - begin; }
+};
+
+struct Tiles {
+  explicit Tiles(const PlanInput& in) : in_(in) {}
+
+  int64_t count(int request) const { return ceil_div(packed(request), in_.tile_q); }
+
+  int64_t rows(int request, int64_t tile) const {
+    return std::min<int64_t>(in_.tile_q, packed(request) - tile * in_.tile_q);
+  }
+
+  Span visible(int request, int64_t tile) const {
+    const int64_t kv = in_.kv_len[request], first = tile * in_.tile_q;
+    const int64_t diagonal = kv - (in_.qo_indptr[request + 1] - in_.qo_indptr[request]);  // of row 0
+    Span span = {0, kv};
+    if (in_.causal) span.end = std::min(kv, diagonal + (first + rows(request, tile) - 1) / in_.group + 1);
+    if (in_.window_left >= 0) span.begin = std::max<int64_t>(0, diagonal + first / in_.group - in_.window_left);
+    return span.end > span.begin ? span : Span{0, 0};
+  }
+
+  template <class Visit>
+  void each(Visit visit) const {
+    for (int r = 0; r < in_.batch; r++)
+      for (int64_t t = 0, n = count(r); t < n; t++) visit(r, t, visible(r, t));
+  }
+
+ private:
+  int64_t packed(int request) const {
+    return int64_t(in_.qo_indptr[request + 1] - in_.qo_indptr[request]) * in_.group;
+  }
+  const PlanInput& in_;
+};
+
+// Chunks of a grid of step c that a span touches; an empty one is taken as one chunk.
+int64_t chunks(const Span& span, int64_t c) { return span.size() ? (span.end - 1) / c - span.begin / c + 1 : 1; }
+
+struct Cut {
+  int64_t chunk;
+  int32_t heads;  // per item
+};
+
+class Cutter {
+ public:
+  explicit Cutter(const PlanInput& in) : in_(in), tiles_(in) {
+    tiles_.each([&](int, int64_t, const Span& span) { tokens_ += span.size(); });
+  }
+
+  Cut choose() const {
+    Cut cut = {0, std::min(in_.max_heads, in_.num_kv_heads)};
+    cut.chunk = chunk(cut.heads);
+    while (cut.heads > 1 && items(cut) < kEnoughPerWorker * in_.workers) {
+      cut.heads = (cut.heads + 1) / 2;
+      cut.chunk = chunk(cut.heads);
+    }
+    if (in_.split == kSplitAuto && in_.max_slots >= 0)
+      while (cut.chunk < kWhole && slots(cut.chunk) > in_.max_slots) cut.chunk = longer(cut.chunk);
+    return cut;
+  }
+
+  int64_t items(const Cut& cut) const {
+    int64_t n = 0;
+    tiles_.each([&](int, int64_t, const Span& span) { n += chunks(span, cut.chunk); });
+    return n * groups(cut.heads);
+  }
+
+ private:
+  int64_t groups(int heads) const { return ceil_div(in_.num_kv_heads, heads); }
+
+  int64_t chunk(int heads) const {
+    if (in_.split == kSplitNever) return kWhole;
+    if (in_.split != kSplitAuto) return std::min(in_.split, kWhole);
+    const int64_t even = ceil_div(tokens_ * groups(heads), kItemsPerWorker * in_.workers);
+    return rounded(std::max<int64_t>(even, in_.min_chunk));
+  }
+
+  int64_t rounded(int64_t c) const { return std::min(ceil_div(c, in_.kv_tile) * in_.kv_tile, kWhole); }
+  int64_t longer(int64_t c) const { return rounded(c + c / 2 + 1); }
+
+  int64_t slots(int64_t c) const {
+    int64_t n = 0;
+    tiles_.each([&](int, int64_t, const Span& span) {
+      const int64_t parts = chunks(span, c);
+      if (parts > 1) n += parts;
+    });
+    return n * in_.num_kv_heads;
+  }
+
+  const PlanInput& in_;
+  Tiles tiles_;
+  int64_t tokens_ = 0;
+};
+
+// Emits items and merges request after request, then puts the expensive items first.
+class Emitter {
+ public:
+  Emitter(const PlanInput& in, Cut cut, int64_t num_items) : in_(in), cut_(cut), tiles_(in) {
+    if (num_items * in.num_kv_heads > kMostItems) throw std::length_error("plan: more work items than it can number");
+    items_.reserve(size_t(num_items));
+    costs_.reserve(size_t(num_items));
+  }
+
+  Plan run() {
+    tiles_.each([&](int r, int64_t t, const Span& span) {
+      for (int head = 0; head < in_.num_kv_heads; head += cut_.heads) tile(r, t, head, span);
+    });
+    plan_.max_heads = cut_.heads;
+    plan_.num_slots = int32_t(slots_);
+    plan_.chunk = cut_.chunk == kWhole ? kSplitNever : cut_.chunk;
+    sort();
+    return std::move(plan_);
+  }
+
+ private:
+  void tile(int request, int64_t t, int head, const Span& span) {
+    const int32_t heads = std::min(cut_.heads, in_.num_kv_heads - head);
+    const int64_t parts = chunks(span, cut_.chunk), first = span.begin / cut_.chunk;
+    // A row costs its arithmetic, a key of the tile its way through the caches, worth a few rows.
+    const int64_t weight = (tiles_.rows(request, t) + 4) * heads;
+    for (int64_t i = 0; i < parts; i++) {
+      const int64_t begin = (first + i) * cut_.chunk, end = std::min(begin + cut_.chunk, span.end);
+      const int64_t slot = parts > 1 ? slots_ + i * heads : -1;
+      const int64_t keys = end - std::max(begin, span.begin);
+      items_.push_back({request, int32_t(t), head, heads, int32_t(begin), int32_t(end), int32_t(slot), 0});
+      costs_.push_back((keys + in_.kv_tile) * weight);
+    }
+    if (parts == 1) return;
+    for (int32_t n = 0; n < heads; n++)
+      plan_.merges.push_back({request, int32_t(t), head + n, int32_t(slots_ + n), int32_t(parts), heads, {}});
+    slots_ += parts * heads;
+  }
+
+  // A counting sort by cost, stable: neighbours in memory stay neighbours in time.
+  void sort() {
+    plan_.items.resize(items_.size());
+    if (items_.empty()) return;
+    const int64_t most = *std::max_element(costs_.begin(), costs_.end());
+    const auto bucket = [&](size_t i) { return size_t((most - costs_[i]) * kBuckets / (most + 1)); };
+    size_t starts[kBuckets + 1] = {};
+    for (size_t i = 0; i < items_.size(); i++) starts[bucket(i) + 1]++;
+    for (int b = 0; b < kBuckets; b++) starts[b + 1] += starts[b];
+    for (size_t i = 0; i < items_.size(); i++) plan_.items[starts[bucket(i)]++] = items_[i];
+  }
+
+  const PlanInput& in_;
+  Cut cut_;
+  Tiles tiles_;
+  Plan plan_;
+  std::vector<WorkItem> items_;
+  std::vector<int64_t> costs_;
+  int64_t slots_ = 0;
+};
+
+}  // namespace
+
+Plan plan(const PlanInput& in) {
+  const Cutter cutter(in);
+  const Cut cut = cutter.choose();
+  return Emitter(in, cut, cutter.items(cut)).run();
+}
+
+Capacity capacity_of(const PlanInput& in, const PlanLimits& limits) {
+  const int64_t heads = in.num_kv_heads, packed = limits.total_q * in.group;
+  // Of requests with unlike rows each ends with at most one tile that is not full.
+  const int64_t per_request = limits.q_len < 0 ? 0 : ceil_div(limits.q_len * in.group, in.tile_q);
+  const int64_t tiles = limits.q_len < 0 ? packed / in.tile_q + limits.batch : limits.batch * per_request;
+  const int64_t least = in.split == kSplitAuto ? in.min_chunk : in.split;
+  if (in.split == kSplitNever || limits.max_kv <= least) return {tiles * heads, 0, 0};
+  const bool windowed = in.window_left >= 0;
+  // Chunks of the shortest length, over all tiles: a span of n keys touches at most n / c + 1 chunks, or one more
+  // when it does not start on the grid.
+  int64_t parts = tiles * ceil_div(limits.max_kv, least);
+  if (limits.q_len >= 0)
+    parts = std::min(parts, per_request * (limits.total_kv / least + limits.batch * (windowed ? 2 : 1)));
+  Capacity most = {parts * heads, 0, parts * heads};
+  if (in.split == kSplitAuto) {
+    // The chunk is at least 1 / (kItemsPerWorker * workers) of the tokens. Without a window a tile that is cut has
+    // more than one chunk of keys, so rounding up at most doubles.
+    const int64_t even = kItemsPerWorker * in.workers, rest = tiles * heads * (windowed ? 2 : 1);
+    const int64_t each = std::min(in.max_heads, in.num_kv_heads);  // slots of one item
+    most.items = std::min(most.items, even + rest);
+    most.slots = std::min(most.slots, windowed ? even * each + rest : even * 2 * each);
+    if (in.max_slots >= 0) most.slots = std::min(most.slots, in.max_slots);
+  }
+  most.merges = std::min(tiles * heads, most.slots / 2);
+  return most;
+}
+
+int cta_tile_q(int64_t total_q, int64_t batch, int64_t q_len, int group, int head_dim, bool captured) {
+  if (head_dim >= 256) return 64;
+  int64_t rows = 1;
+  if (q_len >= 0) rows = q_len;
+  else if (captured) rows = total_q - batch + 1;
+  else if (batch > 0) return total_q * group / batch <= 16 ? 16 : 64;
+  return rows * group <= 16 ? 16 : 64;
+}
+
+}  // namespace attn

@@ -1,0 +1,134 @@
+"""Hands the tensors of one run to the native kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from attn_core.backend import AppendIO, DeviceImage, RunIO
+from attn_core.errors import Unsupported
+from attn_core.problem import AttentionProblem, MaskMode, PosEncoding
+from attn_core.reasons import Reason
+
+from . import codes
+
+_ITEM_WORDS = 8
+_DTYPES = {
+    torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3, torch.float8_e4m3fnuz: 4,
+}  # fmt: skip
+_MASKS = {MaskMode.NONE: 0, MaskMode.CAUSAL: 1, MaskMode.CUSTOM: 2}
+_POSITIONS = {PosEncoding.NONE: 0, PosEncoding.ROPE_LLAMA: 1, PosEncoding.ALIBI: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What run() needs besides memory.
+
+    Attributes:
+        problem: What to compute.
+        tile_q: Packed rows per tile.
+        slots: Partial results that the workspace holds: ``[slots, tile_q, head_dim_vo]`` outputs, then
+            ``[slots, tile_q]`` log-sum-exps, both float32.
+        kernel: The native kernel of the problem.
+    """
+
+    problem: AttentionProblem
+    tile_q: int
+    slots: int
+    kernel: Any = field(compare=False, repr=False)
+
+
+@lru_cache(maxsize=256)
+def kernel_of(native: Any, problem: AttentionProblem) -> Any:
+    """Return the native kernel of a problem."""
+    p = problem
+    return native.Kernel(
+        _DTYPES[p.q_dtype], _DTYPES[p.kv_dtype], _DTYPES[p.o_dtype], p.num_qo_heads, p.num_kv_heads,
+        p.head_dim_qk, p.head_dim_vo, p.page_size or 0, p.kv.order == "HND", _MASKS[p.mask],
+        _POSITIONS[p.pos_encoding], p.window_left, p.sm_scale, p.logits_soft_cap, p.rope_theta, p.rope_scale,
+    )  # fmt: skip
+
+
+def run(launch: Launch, image: DeviceImage, io: RunIO) -> None:
+    """Run a plan. Writes ``io.out`` and ``io.lse``; uses ``io.workspace``.
+
+    Takes torch's number of threads, with the caller among them; releases the interpreter's lock meanwhile.
+    """
+    out, lse = io.out, io.lse
+    if (out.stride(2) != 1 and out.shape[2] > 1) or (lse is not None and not lse.is_contiguous()):
+        _run_strided(launch, image, io)
+        return
+    q, k, v = io.q, io.k, io.v
+    paged, masked = "kv_indices" in image, "custom_mask" in image
+    items, merges = image["items"], image["merges"]
+    floats, pointers = _NEUTRAL
+    q_scale, k_scale, v_scale = io.q_scale, io.k_scale, io.v_scale
+    if not q_scale == k_scale == v_scale == 1.0:
+        floats, pointers = _scales(q_scale, k_scale, v_scale)
+    launch.kernel.run(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(),
+        q.stride(), k.stride(), v.stride(), out.stride(),
+        image["qo_indptr"].data_ptr(), image["kv_indptr"].data_ptr(),
+        image["kv_indices"].data_ptr() if paged else 0, image["kv_len"].data_ptr(),
+        image["custom_mask"].data_ptr() if masked else 0, image["mask_indptr"].data_ptr() if masked else 0,
+        items.data_ptr(), merges.data_ptr(), image["counts"].data_ptr(),
+        items.shape[0] // _ITEM_WORDS, merges.shape[0] // _ITEM_WORDS,
+        0 if io.workspace is None else io.workspace.data_ptr(), launch.slots, launch.tile_q,
+        *floats, *pointers, torch.get_num_threads(),
+    )  # fmt: skip
+
+
+Scales = tuple[list[float], list[int]]
+_NEUTRAL: Scales = ([1.0, 1.0, 1.0], [0, 0, 0])
+
+
+def _scales(*scales: float | torch.Tensor) -> Scales:
+    """Return each scale as a number and a pointer; one of them is neutral.
+
+    A tensor that the caller holds is read by the kernel, when it runs; its type was settled by the core.
+    """
+    floats, pointers = [1.0] * len(scales), [0] * len(scales)
+    for n, scale in enumerate(scales):
+        if not isinstance(scale, torch.Tensor):
+            floats[n] = scale
+        elif scale.dtype is torch.float32:
+            pointers[n] = scale.data_ptr()
+        else:
+            floats[n] = float(scale)
+    return floats, pointers
+
+
+def _run_strided(launch: Launch, image: DeviceImage, io: RunIO) -> None:
+    """Run into dense memory and copy: kernels write a head in one piece, and lse without gaps."""
+    out = torch.empty_like(io.out, memory_format=torch.contiguous_format)
+    lse = None if io.lse is None else torch.empty_like(io.lse, memory_format=torch.contiguous_format)
+    dense = RunIO(io.q, io.k, io.v, out, lse, io.workspace, io.q_scale, io.k_scale, io.v_scale)
+    run(launch, image, dense)
+    io.out.copy_(out)
+    if io.lse is not None and lse is not None:
+        io.lse.copy_(lse)
+
+
+def append(native: Any, candidate: str, problem: AttentionProblem, io: AppendIO) -> None:
+    """Write rows into a paged cache.
+
+    Raises:
+        Unsupported: A head of the cache is not dense.
+    """
+    key, value, k, v = io.key, io.value, io.k, io.v
+    for cache in (k, v):
+        if cache.stride(3) != 1 and cache.shape[3] > 1:
+            raise Unsupported(Reason(codes.CACHE_STRIDE, candidate, 1, cache.stride(3)))
+    key, value = (rows if rows.stride(2) == 1 else rows.contiguous() for rows in (key, value))
+    native.append(
+        key.data_ptr(), value.data_ptr(), k.data_ptr(), v.data_ptr(),
+        io.batch_indices.data_ptr(), io.positions.data_ptr(),
+        io.kv_indices.data_ptr(), io.kv_indptr.data_ptr(),
+        key.stride(), value.stride(), k.stride(), v.stride(), problem.kv.order == "HND",
+        key.shape[0], min(k.shape[0], v.shape[0]), io.kv_indptr.numel() - 1, io.kv_indices.numel(),
+        _DTYPES[k.dtype], key.shape[1], key.shape[2], value.shape[2], problem.page_size or 0,
+        torch.get_num_threads(),
+    )  # fmt: skip

@@ -1,0 +1,141 @@
+"""From a query and a batch to a launch and its index arrays. The cutting itself is native code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from attn_core.backend import PlanResult
+from attn_core.batch import HostBatch
+from attn_core.problem import AttentionProblem, MaskMode, Op
+from attn_core.query import GraphLimits, Query
+
+from .launch import Launch, kernel_of
+
+_SPLIT_AUTO, _SPLIT_NEVER = 0, -1
+_UNLIMITED = -1
+_DECODES = (Op.DECODE, Op.VERIFY)
+_CPU_MIN_CHUNK = 512
+_GPU_KV_TILE = 64
+_GPU_MIN_CHUNK = {16: 128, 64: 256}
+_PACKED_ROWS = 16
+"""Up to so many packed rows a CPU item takes several KV heads: a decode, bound by reading."""
+_PACKED_TOKENS, _PACKED_BYTES = 16, 256 << 10
+"""What a step of such an item reads stays in the second-level cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How a kind of device wants its work cut.
+
+    Attributes:
+        tile_q: Packed rows (query rows x gqa_group_size) per tile.
+        kv_tile: Keys per step; chunks are multiples.
+        min_chunk: Keys of a chunk, at least.
+        max_heads: KV heads of an item, at most.
+    """
+
+    tile_q: int
+    kv_tile: int
+    min_chunk: int
+    max_heads: int
+
+
+def plan(native: Any, query: Query, batch: HostBatch) -> PlanResult:
+    """Cut a batch into work items.
+
+    Args:
+        native: The native module.
+        query: What is asked. Under capture sizes and launch depend on its limits and workspace only.
+        batch: Host arrays.
+
+    Raises:
+        ValueError: The batch needs more items than can be numbered.
+    """
+    problem, shape, graph = query.problem, query.batch, query.graph
+    style = style_of(native, query)
+    slot_bytes = 4 * style.tile_q * (problem.head_dim_vo + 1)
+    slots = _UNLIMITED if query.workspace_bytes is None else query.workspace_bytes // slot_bytes
+    how = _input(native, problem, style, max(1, query.target.num_cus), slots)
+    made = how.plan(batch.qo_indptr.data_ptr(), batch.kv_len.data_ptr(), shape.batch_size)
+    if graph is None:
+        sizes = (made.num_items, made.num_merges, made.num_slots)
+    else:
+        sizes = how.capacity(*_bounds(problem, graph))
+    image = _image(native, made, sizes[0], sizes[1], padded=graph is not None)
+    launch = Launch(problem, style.tile_q, sizes[2], kernel_of(native, problem))
+    return PlanResult(launch, image, sizes[2] * slot_bytes)
+
+
+def style_of(native: Any, query: Query) -> Style:
+    """Choose tile and chunk sizes from what a captured graph keeps, else from the batch."""
+    problem, shape, graph = query.problem, query.batch, query.graph
+    group = problem.gqa_group_size
+    if query.target.kind != "cpu":
+        dim = max(problem.head_dim_qk, problem.head_dim_vo)
+        tile = native.cta_tile_q(*_rows(query), group, dim, graph is not None)
+        return Style(tile, _GPU_KV_TILE, _GPU_MIN_CHUNK[tile], 1)
+    if graph is None:
+        rows = shape.max_q_len
+    elif problem.op in _DECODES:
+        rows = graph.total_q // max(1, graph.batch_size)
+    else:
+        rows = max(1, graph.total_q - graph.batch_size + 1)
+    packed = rows * group
+    heads = 1
+    if packed <= _PACKED_ROWS:
+        row_bytes = (problem.head_dim_qk + problem.head_dim_vo) * problem.kv_dtype.itemsize
+        heads = max(1, _PACKED_BYTES // (_PACKED_TOKENS * row_bytes))
+    return Style(native.tile_q_for(packed), native.kv_tile(), _CPU_MIN_CHUNK, heads)
+
+
+def _rows(query: Query) -> tuple[int, int, int]:
+    """Return query rows in all, requests, and rows of each request where all are equal, else -1."""
+    graph, shape = query.graph, query.batch
+    if graph is None:
+        uniform = shape.uniform_q_len
+        return shape.total_q, shape.batch_size, -1 if uniform is None else uniform
+    return graph.total_q, graph.batch_size, _captured_q_len(query.problem, graph)
+
+
+def _captured_q_len(problem: AttentionProblem, graph: GraphLimits) -> int:
+    # Decode keeps its rows per request under capture, so it gets the tile an eager plan gets.
+    return graph.total_q // max(1, graph.batch_size) if problem.op in _DECODES else -1
+
+
+def _bounds(problem: AttentionProblem, graph: GraphLimits) -> tuple[int, int, int, int, int]:
+    total = graph.max_pages * (problem.page_size or 1)
+    longest = total if graph.max_kv_len is None else min(total, graph.max_kv_len)
+    return graph.batch_size, graph.total_q, _captured_q_len(problem, graph), longest, total
+
+
+@lru_cache(maxsize=256)
+def _input(native: Any, problem: AttentionProblem, style: Style, workers: int, max_slots: int) -> Any:
+    split = _SPLIT_AUTO
+    if problem.disable_split_kv:
+        split = _SPLIT_NEVER
+    elif problem.fixed_split_size is not None:
+        split = problem.fixed_split_size * (problem.page_size or 1)
+    return native.PlanInput(
+        problem.gqa_group_size, problem.num_kv_heads, style.tile_q, style.kv_tile, style.min_chunk, workers,
+        style.max_heads, problem.window_left, problem.mask is MaskMode.CAUSAL, split, max_slots,
+    )  # fmt: skip
+
+
+def _image(native: Any, made: Any, items: int, merges: int, *, padded: bool) -> dict[str, torch.Tensor]:
+    """Return the arrays that the kernels read: one block, cut in three."""
+    words = native.ITEM_WORDS
+    size = words * (items + merges) + native.COUNT_WORDS
+    block = torch.zeros(size, dtype=torch.int32) if padded else torch.empty(size, dtype=torch.int32)
+    at = words * items
+    end = at + words * merges
+    start = block.data_ptr()
+    made.write(start, start + 4 * at, start + 4 * end)
+    return {
+        "items": block.narrow(0, 0, at),
+        "merges": block.narrow(0, at, end - at),
+        "counts": block.narrow(0, end, native.COUNT_WORDS),
+    }

@@ -1,0 +1,3 @@
+from attn_core.testing.suite import *  # noqa: F403
+
+attn_backends = ("echo",)
