@@ -18,8 +18,6 @@ from attn_core import NoRoute, Unsupported, plugins
 from attn_core.capability import Capability
 from attn_core.target import target_of
 
-CPU = torch.device("cpu")
-LN2 = math.log(2)
 REFERENCE = "reference"
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5}
 LSE_TOLERANCE = 1e-3
@@ -28,7 +26,7 @@ LOG_TYPES = {torch.float16, torch.bfloat16}
 
 def available() -> tuple[str, ...]:
     """Backends of this machine with a path for its CPU that takes the log's types."""
-    here = target_of(CPU)
+    here = target_of(torch.device("cpu"))
     return tuple(
         b.name
         for b in plugins.registry().backends
@@ -94,7 +92,7 @@ def attention(
     x = x.masked_fill(~seen, -math.inf)
     lse = torch.logsumexp(x, -1)
     weight = torch.exp(x - lse.masked_fill(lse == -math.inf, 0)[..., None])
-    return torch.einsum("hnm,mhd->nhd", weight, v), lse.T / LN2
+    return torch.einsum("hnm,mhd->nhd", weight, v), lse.T / math.log(2)
 
 
 # --- cases -----------------------------------------------------------------------------------------------

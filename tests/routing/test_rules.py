@@ -311,6 +311,8 @@ def test_the_triton_path_serves_when_named() -> None:
         (make(Op.PREFILL_PAGED, 64), 5, 3, "aiter.kv-shorter-than-q"),
         (make(Op.PREFILL_PAGED, 64, mask=MaskMode.CUSTOM), 4, 4096, "core.mask"),
         (make(Op.VERIFY, 64, needs_lse=True), 4, 4096, "core.lse"),
+        (make(Op.DECODE, 12), 1, 4096, "core.page-size"),
+        (make(Op.DECODE, 1024), 1, 4096, "core.page-size"),
     ],
 )
 def test_limits_of_the_triton_path(problem, q_len: int, kv_len: int, code: str) -> None:

@@ -64,7 +64,7 @@ def test_slots_are_written_and_nothing_else(dtype, page_size, order):
     assert same_bits(p.v, want[1])
 
 
-@settings(max_examples=400, deadline=None, database=None)
+@settings(max_examples=25, deadline=None, database=None)
 @given(data=st.data())
 def test_any_append(data):
     kv_lens = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))

@@ -136,7 +136,7 @@ def outcome(wrapper, step):
     return wrapper.route, wrapper.backend_fallback_reason, out.view(torch.uint8).tolist(), lse.tolist()
 
 
-@settings(max_examples=400, deadline=None, database=None)
+@settings(max_examples=25, deadline=None, database=None)
 @given(steps=st.lists(STEP, min_size=2, max_size=5), backend=st.sampled_from(["auto", "reference", "moody"]))
 def test_a_plan_does_not_depend_on_what_was_planned_before(steps, backend):
     plugins.use(registry(moody()))
@@ -154,7 +154,7 @@ RAGGED_STEP = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400, deadline=None, database=None)
+@settings(max_examples=25, deadline=None, database=None)
 @given(steps=st.lists(RAGGED_STEP, min_size=2, max_size=5))
 def test_masks_and_lengths_of_a_ragged_wrapper_do_not_linger(steps):
     wrapper, last = ragged_wrapper(), None

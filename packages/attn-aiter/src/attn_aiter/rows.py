@@ -55,6 +55,10 @@ def _muted(row: Capability, *slugs: str) -> Muted:
     return Muted(**values, muted=frozenset(slugs) if slugs else None)
 
 
+UNIFIED_PAGES = frozenset({16, 32, 64})
+"""Decode works in tiles of one page: a power of two, at least what a matrix product takes, and no larger than
+local memory holds in the deepest pipeline the kernel is configured for."""
+
 # K and V have strides of their own here. Head sizes up to 256 are padded inside the kernel, but one that is
 # no multiple of 8 would be padded by copying the cache.
 _DENSE = Capability(
@@ -103,6 +107,7 @@ CAPABILITIES = {
             _DENSE,
             ops=frozenset({Op.PREFILL_PAGED, Op.DECODE, Op.VERIFY}),
             max_group=16,
+            page_sizes=UNIFIED_PAGES,
             kv_orders=frozenset({"NHD", "HND"}),
             lse=False,
             graph=GraphSupport.NEVER,

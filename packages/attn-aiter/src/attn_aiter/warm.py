@@ -14,7 +14,7 @@ import torch
 from attn_core.backend import RunIO
 from attn_core.batch import HostBatch, paged_batch, ragged_batch
 from attn_core.plan_image import index_parts
-from attn_core.problem import AttentionProblem
+from attn_core.problem import AttentionProblem, Op
 from attn_core.query import Query
 from attn_core.target import DeviceTarget
 
@@ -67,10 +67,11 @@ def call(backend: AiterBackend, target: DeviceTarget, problem: AttentionProblem,
 
 
 def _batch(problem: AttentionProblem) -> HostBatch:
-    ends = torch.tensor([0, 2], dtype=torch.int32)
+    rows = 1 if problem.op is Op.DECODE else 2  # one row per request is another configuration
+    ends = torch.tensor([0, rows], dtype=torch.int32)
     page = problem.page_size
     if page is None:
-        return ragged_batch(ends, ends)
+        return ragged_batch(ends, torch.tensor([0, 2], dtype=torch.int32))
     pages = 2 if page == 1 else 1
     return paged_batch(
         ends,

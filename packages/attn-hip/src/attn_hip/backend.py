@@ -46,6 +46,7 @@ class Fa2Backend:
     rank = 100
     paths = (Path("tile", CAPABILITY, TensorContract(q="dense")),)
     rules: tuple[Rule, ...] = ()
+    codes = codes.CODES
 
     def __init__(self) -> None:
         self._host = Host()

@@ -269,24 +269,27 @@ def _ninja() -> list[str]:
 
 def _run_ninja(work: Path, log: Path, progress: Progress | None) -> int:
     """Run ninja with its output in ``log``; returns its exit status."""
-    command = [*_ninja(), "-C", str(work)]
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    with (
+        log.open("wb") as sink,
+        subprocess.Popen(
+            [*_ninja(), "-C", str(work)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             env=_environment(),
-        )  # fmt: skip
+        ) as process,
+    ):
+        assert process.stdout is not None
         try:
-            assert process.stdout is not None
             for line in process.stdout:
                 sink.write(line)
                 step = _STEP.match(line.decode(errors="replace"))
                 if step and progress:
                     progress(int(step[1]), int(step[2]), step[3].strip())
-            return process.wait()
-        finally:
-            if process.poll() is None:
-                process.terminate()  # ninja stops its compilers
-                process.wait()
+        except BaseException:
+            process.terminate()  # ninja stops its compilers
+            raise
+    return process.returncode
 
 
 def _first_error(log: Path) -> str:

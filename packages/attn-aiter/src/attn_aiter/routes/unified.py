@@ -1,4 +1,4 @@
-"""``unified_attention``: AITER's Triton kernel for any page size, layout and chain verify; path ``unified``.
+"""``unified_attention``: AITER's Triton kernel for both layouts and chain verify; path ``unified``.
 
 Causal only, no log-sum-exp, and rows without a key come out as NaN.
 """

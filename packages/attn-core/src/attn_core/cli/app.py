@@ -197,12 +197,17 @@ def docs(
         ),
     ] = None,
 ) -> None:
-    """Write or check the generated reference pages: reasons, thresholds and backends."""
+    """Write or check the generated reference pages: reasons, thresholds and backends.
+
+    Without --backend and --assume, those that the pages in DIR were made with hold.
+    """
     from . import docs as run
     from .installed import assumptions
 
     with refusing("docs"):
         place = run.one_place(check, write)
+        if not backend and not assume:
+            backend, assume = run.recorded(place)
         pages = run.pages(run.described(backend or (), assumptions(assume, None)))
     if write is not None:
         try:

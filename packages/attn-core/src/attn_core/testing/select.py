@@ -109,7 +109,7 @@ def _subject(backend: Backend, arch: str | None) -> Subject:
             refused = ", ".join(cases_of(backend, target).declined) or "its row contradicts itself"
             raise LookupError(f"{backend.name}/{path.name} claims {target.arch}, but has no case: {refused}")
     missing = backend.unavailable(target)
-    if False:
+    if missing is not None:
         raise LookupError(f"backend {backend.name!r} cannot be tested on {target.arch}: {missing}")
     return backend, target
 
