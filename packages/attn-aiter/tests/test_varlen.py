@@ -250,6 +250,25 @@ def test_gather_under_capture_has_the_capacitys_size_and_one_launch(
     assert fake.calls[-1]["max_seqlen_q"] == 12
 
 
+def test_gather_of_nothing_under_capture_reads_inside_the_cache(
+    backend, problem, query, device_image
+) -> None:
+    """Without pages the padding reads entry 0 of the caller's index buffer, whatever is there."""
+    p = problem(Op.PREFILL_PAGED, page_size=4)
+    none = torch.tensor([], dtype=torch.int32)
+    batch = paged_batch(torch.tensor([0, 2]), torch.tensor([0, 0]), none, torch.tensor([1]), 4)
+    asked = query(p, batch, graph=GraphLimits(batch_size=1, total_q=2, max_pages=3))
+    backend.prepare(asked.target, p, rows.GATHER)
+    result = backend.plan(asked, rows.GATHER, batch)
+    image = device_image(batch, result)
+    image["kv_indices"] = torch.full((3,), 10**6, dtype=torch.int32)
+    q, k = torch.randn(2, 8, 128).to(p.q_dtype), torch.randn(7, 4, 2, 128).to(p.kv_dtype)
+    out, lse = torch.full_like(q, 7.0), torch.full((2, 8), 7.0)
+    backend.run(result.launch, image, RunIO(q, k, k, out, lse))
+    assert not out.any()
+    assert (lse == -math.inf).all()
+
+
 @pytest.mark.parametrize("path", [rows.GATHER, rows.VARLEN])
 def test_one_row_among_long_ones_is_found_at_plan(backend, problem, query, gfx942, gfx950, path: str) -> None:
     op = Op.PREFILL_PAGED if path == rows.GATHER else Op.PREFILL_RAGGED

@@ -10,11 +10,12 @@ import pytest
 from attn_core import capability, hookspecs, plugins, route
 from attn_core.capability import Capability
 from attn_core.problem import Op
-from attn_core.reasons import Code, Stage
+from attn_core.reasons import Code, Reason, Stage
+from attn_core.rules import Rule
 from attn_core.thresholds import Thresholds
 
 from .cli_kit import SHORT, attn, quick_backend
-from .fakes import FakeBackend
+from .fakes import ABSENT, FakeBackend
 
 OWN = Code("quick.own", Stage.PREPARE, "needs {limit}", quiet=True, meaning="Stated by the backend.")
 ROWS = """
@@ -199,6 +200,30 @@ def test_pages_are_made_again_as_they_were(quick, use, tmp_path):
     assert attn("docs", "--write", place).exit_code == 0
     assert (tmp_path / "backends.md").read_text() == made
     assert attn("docs", "--check", place, "--backend", "quick").exit_code == 1
+
+
+def test_rules_of_one_cause_share_a_row(use, tmp_path):
+    rules = [
+        Rule(SHORT, frozenset({op}), frozenset({path}), lambda q: None)
+        for op, path in ((Op.VERIFY, "b"), (Op.DECODE, "a"))
+    ]
+    use(FakeBackend("twice", paths=["a", "b"], rules=rules))
+    page = written(tmp_path)["backends.md"]
+    assert page.count("| `quick.short` |") == 1
+    assert "| `quick.short` | preference | a, b | decode, verify | Measured" in page
+
+
+def test_devices_without_kernels_are_left_out(use, tmp_path):
+    wide = Capability(archs=frozenset({"cpu", "gfx942", "gfx950"}), ops=frozenset({Op.DECODE}))
+
+    def unavailable(target):
+        assert target.arch != "cpu"  # whether it serves this CPU is this machine's affair
+        return Reason(ABSENT, "part", "device code") if target.arch == "gfx950" else None
+
+    use(FakeBackend("part", paths=[("p", wide)], unavailable=unavailable))
+    page = written(tmp_path)["backends.md"]
+    assert "| `part/p` | cpu, gfx942 |  |" in page
+    assert "| devices | cpu, gfx942 |" in page
 
 
 @pytest.mark.parametrize("first", [b"", b"# By hand\n", b"\xff\xfe\n"])

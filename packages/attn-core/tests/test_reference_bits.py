@@ -6,14 +6,18 @@ import torch
 from attn_core import reference, reference_math
 
 from .kit import (
+    SIZES,
     TOLERANCE,
     close,
     decode_graph,
     decode_wrapper,
     ints,
+    offsets,
     oracle,
     pages,
+    prefill_graph,
     queries,
+    ragged_graph,
     random_mask,
     run_prefill,
     same_bits,
@@ -103,3 +107,31 @@ def test_rope_needs_an_even_head():
     wrapper = decode_wrapper()
     with pytest.raises(ValueError, match="head_dim_qk"):
         wrapper.plan(ints(0, 1), ints(0), ints(1), 2, 1, 7, 4, pos_encoding_mode="ROPE_LLAMA")
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_a_captured_request_does_not_depend_on_its_batch(q_len):
+    p = pages([37, 300, 5, 64], page_size=16, dim=64)
+    q = queries(4 * q_len, 4, 64)
+    options = {"q_data_type": "float32", "q_len_per_req": q_len, "disable_split_kv": True}
+    whole = decode_graph(4, 30)
+    whole.plan(*p.table, 4, 2, 64, 16, **options)
+    out, lse = whole.run(q, p.cache, return_lse=True)
+    for at in range(4):
+        first, end = p.indptr[at], p.indptr[at + 1]
+        one = decode_graph(1, 30)
+        one.plan(ints(0, end - first), p.indices[first:end], p.last[at : at + 1], 4, 2, 64, 16, **options)
+        rows = slice(at * q_len, (at + 1) * q_len)
+        alone = one.run(q[rows], p.cache, return_lse=True)
+        assert same_bits(alone[0], out[rows])
+        assert same_bits(alone[1], lse[rows])
+
+
+@pytest.mark.parametrize("option", [{"fixed_split_size": 2}, {"disable_split_kv": True}], ids=str)
+def test_what_a_captured_prefill_cannot_promise_is_refused(option):
+    p = pages([9, 3])
+    for graph, last in ((prefill_graph(2, 8), p.table), (ragged_graph(2), (offsets(p.kv_lens),))):
+        sizes = SIZES if len(last) == 3 else SIZES[:3]
+        with pytest.raises(NotImplementedError, match=r"\[reference.captured-split\]"):
+            graph.plan(offsets([1, 2]), *last, *sizes, **option)
+        graph.plan(offsets([1, 2]), *last, *sizes)

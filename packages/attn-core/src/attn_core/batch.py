@@ -7,7 +7,7 @@ whatever a caller says beside it (``seq_lens``) is checked against it, never bel
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -119,6 +119,15 @@ def paged_batch(
         _check_seq_lens(host["seq_lens"], kv_len)
     q = host["qo_indptr"] if isinstance(qo, torch.Tensor) else qo
     return _assemble(q, indptr, kv_len, total_pages, indices, last, max_page_id)
+
+
+def with_host_indices(batch: HostBatch) -> HostBatch:
+    """Return the batch with its page ids fetched from the device and checked; one copy."""
+    if batch.kv_indices is None or batch.max_page_id is not None:
+        return batch
+    on_host = to_host({"kv_indices": batch.kv_indices}, batch.kv_indices.device)["kv_indices"]
+    indices, most = _indices(on_host, on_host, batch.shape.total_pages)
+    return replace(batch, kv_indices=indices, max_page_id=most)
 
 
 def ragged_batch(

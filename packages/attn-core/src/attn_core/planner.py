@@ -14,7 +14,7 @@ from . import notices, plugins, tracing
 from .arena import Copy, GraphArena, Image, Layout, pack, upload
 from .arguments import MaskBits, check_workspace
 from .backend import DeviceImage, PlanResult
-from .batch import HostBatch
+from .batch import HostBatch, with_host_indices
 from .errors import Unsupported, needs
 from .frozen import FrozenShape, check_capacity
 from .plan_image import captured_layout, index_parts
@@ -225,6 +225,8 @@ class Planner:
         passed: list[Reason] = []
         while True:
             decision = choose(screened, query, passed=passed)
+            if decision.path.host_indices:
+                batch = with_host_indices(batch)
             try:
                 return decision, decision.backend.plan(query, decision.path.name, batch)
             except Unsupported as late:

@@ -17,8 +17,8 @@ from .batch import HostBatch
 from .capability import FLOATS, FP8, Capability, GraphSupport
 from .problem import AttentionProblem, MaskMode, Op, PosEncoding
 from .query import Query
-from .reasons import Reason
-from .rules import Rule
+from .reasons import Code, Reason, Stage
+from .rules import Rule, Verdict
 from .target import DeviceTarget
 
 _ALL = FLOATS | {torch.float64}
@@ -39,6 +39,19 @@ CONTRACT = TensorContract(dense_head_dim=False)
 
 _GATHER_BYTES = 64 << 20
 """Bound on the float32 keys and values gathered for one group of requests."""
+
+
+CAPTURED_SPLIT = Code(
+    "reference.captured-split",
+    Stage.CAPABILITY,
+    "honours fixed_split_size and disable_split_kv in an eager prefill only",
+    meaning="A captured prefill is padded to its batch's rows, and that shows in a request's bits.",
+)
+_PREFILL = frozenset({Op.PREFILL_PAGED, Op.PREFILL_RAGGED})
+
+
+def _captured_split(query: Query) -> Verdict:
+    return (None, "a captured one") if query.graph is not None and query.problem.batch_invariant else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +75,7 @@ class ReferenceBackend:
     name = "reference"
     rank = 1000
     paths = (Path("torch", CAPABILITY, CONTRACT),)
-    rules: tuple[Rule, ...] = ()
+    rules = (Rule(CAPTURED_SPLIT, _PREFILL, frozenset({"torch"}), _captured_split),)
 
     def unavailable(self, target: DeviceTarget) -> Reason | None:
         """Torch is always there."""
@@ -84,7 +97,7 @@ class ReferenceBackend:
         return PlanResult(Launch(problem, _groups(batch, min(size, max(1, shape.batch_size)))))
 
     def _captured(self, query: Query) -> tuple[math.Group, ...]:
-        """One group at full capacity: a graph's shapes are those of its first plan."""
+        """One group (one per request if batches must not show) at full capacity: shapes of the first plan."""
         graph, problem = query.graph, query.problem
         assert graph is not None
         keys = graph.max_pages * (problem.page_size or 1)
@@ -92,6 +105,8 @@ class ReferenceBackend:
             keys = min(keys, graph.max_kv_len)
         decode = problem.op in (Op.DECODE, Op.VERIFY)
         rows = graph.total_q // max(1, graph.batch_size) if decode else graph.total_q
+        if problem.batch_invariant:
+            return tuple((n, n + 1, rows, keys, 0, n * rows, (n + 1) * rows) for n in range(graph.batch_size))
         return ((0, graph.batch_size, rows, keys, 0, -1, -1),)
 
     @torch.no_grad()

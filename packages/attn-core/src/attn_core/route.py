@@ -37,12 +37,13 @@ CODES = (PINNED, NOT_REQUESTED)
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One path of one backend, with what screening said about it."""
+    """One path of one backend, with what screening said about it and the rules still to be asked."""
 
     backend: Backend
     path: Path
     name: str
     refusals: tuple[Reason, ...]
+    rules: tuple[rules.Rule, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,8 @@ def screen(
                 refusals = (Reason(PINNED, name, pinned),)
             else:
                 refusals = _static(target, problem, graph, path, name, missing)
-            found.append(Candidate(backend, path, name, refusals))
+            asked = () if refusals else rules.about(backend.rules, problem.op, path.name)
+            found.append(Candidate(backend, path, name, refusals, asked))
     prefer = requested == AUTO and pinned is None  # a choice that is not ours is not judged for speed
     return Screened(target, problem, graph, requested, tuple(found), prefer)
 
@@ -158,7 +160,7 @@ def _static(
 
 def _dynamic(candidate: Candidate, query: Query, *, prefer: bool) -> tuple[Reason, ...]:
     """Per-batch CAPABILITY, then PREFERENCE if the choice is ours, in that order."""
-    said = rules.apply(candidate.backend.rules, query, candidate.path.name, candidate.name)
+    said = rules.apply(candidate.rules, query, candidate.path.name, candidate.name)
     if not said:
         return ()
     wrong = tuple(r for r in said if r.code.stage is not Stage.PREFERENCE)
@@ -194,7 +196,7 @@ def choose(screened: Screened, query: Query, *, passed: Iterable[Reason] = ()) -
     refused: list[Reason] = []
     for candidate in screened.candidates:
         reasons = candidate.refusals or tuple(r for r in extra if r.candidate == candidate.name)
-        if not reasons and candidate.backend.rules:
+        if not reasons and candidate.rules:
             reasons = _dynamic(candidate, query, prefer=screened.prefer)
         if not reasons and candidate.name not in screened.prepared:
             reasons = _prepare(screened, candidate)

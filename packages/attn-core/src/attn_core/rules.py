@@ -44,3 +44,8 @@ def apply(rules: Iterable[Rule], query: Query, path: str, candidate: str) -> tup
     """Return every reason the rules give, not only the first."""
     found = (rule.decline(query, path, candidate) for rule in rules)
     return tuple(reason for reason in found if reason is not None)
+
+
+def about(rules: Iterable[Rule], op: Op, path: str) -> tuple[Rule, ...]:
+    """Return the rules that look at an entry point and a path."""
+    return tuple(rule for rule in rules if op in rule.ops and path in rule.paths)

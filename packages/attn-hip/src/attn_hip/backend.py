@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from attn_core.backend import API_VERSION, AppendIO, DeviceImage, Path, PlanResult, RunIO, TensorContract
 from attn_core.batch import HostBatch
 from attn_core.capability import FLOATS, FP8, Capability, Dims, GraphSupport
@@ -69,7 +67,6 @@ class Fa2Backend:
         """Cut the batch into work items, in native code."""
         return plan(self._host.module(), query, batch)
 
-    @torch.no_grad()
     def run(self, launch: object, image: DeviceImage, io: RunIO) -> None:
         """Compute on torch's number of threads."""
         assert isinstance(launch, Launch)

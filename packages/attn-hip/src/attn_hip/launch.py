@@ -101,6 +101,7 @@ def _scales(*scales: float | torch.Tensor) -> Scales:
     return floats, pointers
 
 
+@torch.no_grad()
 def _run_strided(launch: Launch, image: DeviceImage, io: RunIO) -> None:
     """Run into dense memory and copy: kernels write a head in one piece, and lse without gaps."""
     out = torch.empty_like(io.out, memory_format=torch.contiguous_format)

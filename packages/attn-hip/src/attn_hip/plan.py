@@ -128,14 +128,10 @@ def _input(native: Any, problem: AttentionProblem, style: Style, workers: int, m
 def _image(native: Any, made: Any, items: int, merges: int, *, padded: bool) -> dict[str, torch.Tensor]:
     """Return the arrays that the kernels read: one block, cut in three."""
     words = native.ITEM_WORDS
-    size = words * (items + merges) + native.COUNT_WORDS
-    block = torch.zeros(size, dtype=torch.int32) if padded else torch.empty(size, dtype=torch.int32)
-    at = words * items
-    end = at + words * merges
+    sizes = (words * items, words * merges, native.COUNT_WORDS)
+    block = (
+        torch.zeros(sum(sizes), dtype=torch.int32) if padded else torch.empty(sum(sizes), dtype=torch.int32)
+    )
     start = block.data_ptr()
-    made.write(start, start + 4 * at, start + 4 * end)
-    return {
-        "items": block.narrow(0, 0, at),
-        "merges": block.narrow(0, at, end - at),
-        "counts": block.narrow(0, end, native.COUNT_WORDS),
-    }
+    made.write(start, start + 4 * sizes[0], start + 4 * (sizes[0] + sizes[1]))
+    return dict(zip(("items", "merges", "counts"), block.split_with_sizes(sizes), strict=True))

@@ -18,6 +18,7 @@ from ..errors import needs
 from ..plugins import Registry
 from ..problem import Op
 from ..reasons import Code
+from ..target import parse_target
 from ..thresholds import Limit, Thresholds
 from .installed import Assumed, all_codes, installed
 from .output import plain
@@ -207,41 +208,56 @@ def _backends(what: Described) -> list[str]:
     backends = what.registry.backends
     everywhere = [_summary_row(backend, path) for backend in backends for path in backend.paths]
     parts = [
-        "Candidates in the order `auto` tries them, and the devices each has kernels for, by entry point.",
+        "Candidates in the order `auto` tries them, and the devices each serves, by entry point. "
+        "`attn doctor` says whether one can run on a given machine.",
         _table(("candidate", *(op.value for op in Op)), everywhere),
     ]
     for backend in backends:
-        facts = [_capability(path) for path in backend.paths]
+        facts = [_capability(backend, path) for path in backend.paths]
         rows = [(name, *(column[name] for column in facts)) for name in facts[0]] if facts else []
         parts.append(f"## {backend.name}")
         if backend.name in what.assumed:
             parts.append(f"With version {what.assumed[backend.name]} of its library.")
         parts.append(_table(("", *(f"`{backend.name}/{p.name}`" for p in backend.paths)), rows))
         if backend.rules:
-            rules = [
-                (
-                    f"`{r.code.slug}`",
-                    r.code.stage.name.lower(),
-                    _listed(r.paths),
-                    _listed(r.ops),
-                    r.code.meaning,
-                )
-                for r in backend.rules
-            ]
-            parts += ["Rules about a batch:", _table(("code", "stage", "paths", "ops", "meaning"), rules)]
+            head = ("code", "stage", "paths", "ops", "meaning")
+            parts += ["Rules about a batch:", _table(head, _rules(backend))]
     return parts
 
 
 def _summary_row(backend: Backend, path: Path) -> tuple[str, ...]:
     able = path.capability
-    where = "any" if able.archs is None else _listed(able.archs)
+    where = _devices(backend, path)
     return f"`{backend.name}/{path.name}`", *(where if op in able.ops else "" for op in Op)
 
 
-def _capability(path: Path) -> dict[str, str]:
+def _devices(backend: Backend, path: Path) -> str:
+    """Devices a path serves: those it names, less those its backend says it has nothing for.
+
+    The CPU is not asked about: whether it is served depends on the compilers of this machine.
+    """
+    archs = path.capability.archs
+    if archs is None:
+        return "any"
+    return _listed(a for a in archs if a == "cpu" or backend.unavailable(parse_target(a)) is None)
+
+
+def _rules(backend: Backend) -> list[tuple[str, ...]]:
+    """One row per code, in the order of the rules: several rules may share a cause."""
+    codes = dict.fromkeys(rule.code for rule in backend.rules)
+    found: list[tuple[str, ...]] = []
+    for code in codes:
+        same = [rule for rule in backend.rules if rule.code == code]
+        paths = frozenset[str]().union(*(rule.paths for rule in same))
+        ops = frozenset[Op]().union(*(rule.ops for rule in same))
+        found.append((f"`{code.slug}`", code.stage.name.lower(), _listed(paths), _listed(ops), code.meaning))
+    return found
+
+
+def _capability(backend: Backend, path: Path) -> dict[str, str]:
     c, contract = path.capability, path.contract
     return {
-        "devices": _listed(c.archs),
+        "devices": _devices(backend, path),
         "entry points": _listed(c.ops),
         "q": _listed(c.q_dtypes),
         "k and v": f"{_listed(c.kv_dtypes)}{' (the type of q)' if c.same_dtype else ''}",

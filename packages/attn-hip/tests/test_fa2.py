@@ -1,0 +1,272 @@
+"""The backend beyond the conformance kit: equal bits of equal questions, workspaces, reasons, routes."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attn_core import plugins
+from attn_core.batch import HostBatch, paged_batch
+from attn_core.decode import BatchDecodeWithPagedKVCacheWrapper
+from attn_core.errors import NoRoute
+from attn_core.prefill import BatchPrefillWithPagedKVCacheWrapper
+from attn_core.problem import AttentionProblem, Op, PagedKV
+from attn_core.query import GraphLimits, Query
+from attn_core.reasons import Reason, Stage
+from attn_core.target import DeviceTarget, parse_target
+from attn_hip import build, codes
+from attn_hip.backend import Fa2Backend
+from attn_hip.host import Host
+from attn_hip.plan import Style, style_of
+
+PAGE, HEADS, DIM = 16, 2, 64
+KV_LEN = (1500, 70, 3000, 8)
+CPU = DeviceTarget("cpu", "cpu", 2, 1)
+
+
+def workspace(size: int = 32 << 20) -> torch.Tensor:
+    return torch.full((size,), 0xFF, dtype=torch.uint8)
+
+
+class Cache:
+    """A paged cache of requests of the given lengths."""
+
+    def __init__(self, kv_len: tuple[int, ...] = KV_LEN, dtype: torch.dtype = torch.float32) -> None:
+        pages = [-(-n // PAGE) for n in kv_len]
+        make = torch.Generator().manual_seed(1)
+        self.kv = torch.randn(sum(pages), 2, PAGE, HEADS, DIM, generator=make).to(dtype)
+        self.indptr = torch.tensor([0, *pages], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        self.ids = torch.randperm(sum(pages), generator=make).to(torch.int32)
+        self.last = torch.tensor([n - (p - 1) * PAGE for n, p in zip(kv_len, pages, strict=True)]).int()
+        self.dtype, self.batch = dtype, len(kv_len)
+
+    def q(self, rows: int, group: int) -> torch.Tensor:
+        make = torch.Generator().manual_seed(2)
+        return torch.randn(rows, HEADS * group, DIM, generator=make).to(self.dtype)
+
+    def decode(self, q_len: int, group: int, bytes_: int = 32 << 20, **options: Any) -> Any:
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace(bytes_), use_tensor_cores=True, backend="fa2")
+        if q_len > 1:
+            options["q_len_per_req"] = q_len
+        wrapper.plan(
+            self.indptr,
+            self.ids,
+            self.last,
+            HEADS * group,
+            HEADS,
+            DIM,
+            PAGE,
+            q_data_type=self.dtype,
+            **options,
+        )
+        return wrapper
+
+    def prefill(self, q_len: int, group: int, **options: Any) -> Any:
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace(), backend="fa2")
+        qo = torch.arange(0, (self.batch + 1) * q_len, q_len, dtype=torch.int32)
+        wrapper.plan(
+            qo, self.indptr, self.ids, self.last, HEADS * group, HEADS, DIM, PAGE, q_data_type=self.dtype,
+            causal=True, **options,
+        )  # fmt: skip
+        return wrapper
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("q_len", "group"), [(1, 4), (2, 1), (4, 4), (7, 5)])
+def test_verify_gives_the_bits_of_a_causal_prefill(dtype: torch.dtype, q_len: int, group: int) -> None:
+    cache = Cache(dtype=dtype)
+    q = cache.q(cache.batch * q_len, group)
+    out, lse = cache.decode(q_len, group).run(q, cache.kv, return_lse=True)
+    want, want_lse = cache.prefill(q_len, group).run(q, cache.kv, return_lse=True)
+    assert torch.equal(out, want)
+    assert torch.equal(lse, want_lse)
+
+
+def test_a_row_of_verify_gives_the_bits_of_a_decode_of_its_length() -> None:
+    """With fixed cuts, a draft's last row is the decode that a server without drafts would have run."""
+    cache, group = Cache(), 4
+    q = cache.q(cache.batch * 4, group)
+    last = q.view(cache.batch, 4, -1, DIM)[:, -1].contiguous()
+    for options in ({"fixed_split_size": 20}, {"disable_split_kv": True}):
+        many = cache.prefill(4, group, **options).run(q, cache.kv).view(cache.batch, 4, -1, DIM)[:, -1]
+        one = cache.prefill(1, group, **options).run(last, cache.kv)
+        # More packed rows may be summed by another kind of tile: equal in value, not in bits.
+        torch.testing.assert_close(many, one, atol=1e-5, rtol=1e-5)
+
+
+def test_a_captured_decode_gives_the_bits_of_an_eager_one() -> None:
+    cache = Cache()
+    q = cache.q(cache.batch, 4)
+    want = cache.decode(1, 4).run(q, cache.kv)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(
+        workspace(), use_cuda_graph=True, use_tensor_cores=True, backend="fa2",
+        paged_kv_indptr_buffer=torch.zeros_like(cache.indptr),
+        paged_kv_indices_buffer=torch.zeros(cache.ids.numel() + 9, dtype=torch.int32),
+        paged_kv_last_page_len_buffer=torch.zeros_like(cache.last),
+    )  # fmt: skip
+    wrapper.plan(cache.indptr, cache.ids, cache.last, HEADS * 4, HEADS, DIM, PAGE, q_data_type=torch.float32)
+    assert torch.equal(wrapper.run(q, cache.kv), want)
+
+
+def test_less_workspace_gives_fewer_chunks_and_the_same_answer() -> None:
+    cache = Cache()
+    q = cache.q(cache.batch, 4)
+    free = cache.decode(1, 4)
+    need = free._state.workspace_bytes
+    assert need > 0
+    want = free.run(q, cache.kv)
+    for size in (need // 2 // 16 * 16, 16):
+        tight = cache.decode(1, 4, size)
+        assert tight._state.workspace_bytes <= size
+        torch.testing.assert_close(tight.run(q, cache.kv), want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_fixed_split_says_how_much_workspace_it_needs() -> None:
+    cache = Cache()
+    need = cache.decode(1, 4, fixed_split_size=4)._state.workspace_bytes
+    with pytest.raises(ValueError, match=rf"{need} bytes, got 64 \[core\.workspace\]"):
+        cache.decode(1, 4, 64, fixed_split_size=4)
+
+
+def query(target: DeviceTarget, q_len: int, captured: bool, **changes: Any) -> Query:
+    batch = batch_of(q_len)
+    problem = AttentionProblem(
+        op=Op.VERIFY if q_len > 1 else Op.DECODE, num_qo_heads=32, num_kv_heads=8, head_dim_qk=128,
+        head_dim_vo=128, q_dtype=torch.float16, kv_dtype=torch.float16, o_dtype=torch.float16,
+        kv=PagedKV(PAGE),
+    )  # fmt: skip
+    limits = GraphLimits(4, 4 * q_len, 1000) if captured else None
+    return Query(target, replace(problem, **changes), batch.shape, limits)
+
+
+def batch_of(q_len: int) -> HostBatch:
+    cache = Cache()
+    return paged_batch(q_len, cache.indptr, cache.ids, cache.last, PAGE)
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_90"])
+@pytest.mark.parametrize(("q_len", "tile"), [(1, 16), (4, 16), (5, 64)])
+def test_a_captured_verify_gets_the_tile_of_an_eager_one(
+    native: Any, arch: str, q_len: int, tile: int
+) -> None:
+    target = parse_target(arch)
+    for captured in (False, True):
+        style = style_of(native, query(target, q_len, captured))
+        assert (style.tile_q, style.max_heads) == (tile, 1)
+    prefill = query(target, q_len, True, op=Op.PREFILL_PAGED)
+    assert style_of(native, prefill).tile_q == (16 if q_len == 1 else 64)
+
+
+def test_cpu_styles(native: Any) -> None:
+    tile = native.kv_tile()
+    assert style_of(native, query(CPU, 1, False)) == Style(4, tile, 512, 32)
+    assert style_of(native, query(CPU, 4, True)) == Style(16, tile, 512, 32)
+    assert style_of(native, query(CPU, 5, False)) == Style(32, tile, 512, 1)
+    wide = query(CPU, 1, False, head_dim_qk=512, head_dim_vo=512, kv_dtype=torch.float32)
+    assert style_of(native, wide).max_heads == 4
+
+
+def test_devices_without_kernels_are_named_as_such() -> None:
+    backend = Fa2Backend()
+    for arch in ("gfx942", "gfx950", "sm_90"):
+        reason = backend.unavailable(parse_target(arch))
+        assert reason is not None
+        assert reason.code.stage is Stage.AVAILABILITY
+        assert reason.text == f"device kernels for {arch} are not part of this version"
+    assert backend.unavailable(CPU) is None
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> plugins.Registry:
+    """The installed backends, with an fa2 whose build fails."""
+
+    def fail(*_: object) -> None:
+        raise build.BuildError("kernels.cpp:1:1: error: no (log: /x)")
+
+    monkeypatch.setattr(build, "ensure", fail)
+    others = tuple(b for b in plugins.registry().backends if b.name != "fa2")
+    return plugins.Registry((Fa2Backend(), *others), (), (), {})
+
+
+def test_a_failed_build_falls_back_and_says_so(
+    broken: plugins.Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, old = Cache(), plugins.use(broken)
+    try:
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace())
+        with caplog.at_level(logging.WARNING):
+            wrapper.plan(cache.indptr, cache.ids, cache.last, 8, HEADS, DIM, PAGE)
+        assert wrapper.backend == "reference"
+        assert "error: no (log: /x)" in str(wrapper.backend_fallback_reason)
+        with pytest.raises(NoRoute, match=r"error: no \(log: /x\) \[fa2\.build\]") as raised:
+            cache.decode(1, 4)
+        assert [reason.code for reason in raised.value.reasons] == [codes.BUILD]
+    finally:
+        plugins.use(old)
+
+
+def test_nothing_runs_before_prepare() -> None:
+    with pytest.raises(RuntimeError, match=r"needs prepare\(\).*\[fa2\.not-prepared\]"):
+        Host().module()
+
+
+def test_a_build_is_announced_and_a_cached_one_is_not(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = build.existing(Host().state()["isa"])  # type: ignore[arg-type]
+
+    def slowly(name: str, step: Any) -> Any:
+        step(1, 2, "kernels_cpu.cpp")
+        step(2, 2, "bind.cpp")
+        return path
+
+    with caplog.at_level(logging.INFO, logger="attn_hip"):
+        assert Host().prepare() is None
+        assert caplog.records == []
+        monkeypatch.setattr(build, "ensure", slowly)
+        assert Host().prepare() is None
+    first, last = (record.getMessage() for record in caplog.records)
+    assert first.startswith("building the ")
+    assert last.startswith("built the ")
+    assert str(path) in last
+
+
+def test_doctor_tells_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Fa2Backend()
+    rows = backend.doctor()
+    assert rows["isa"] in str(rows["supported"])
+    assert str(rows["built"]).endswith(".so")
+    monkeypatch.setenv("ATTN_CPU_ISA", "mmx")
+    assert "got mmx [fa2.isa]" in str(backend.doctor()["isa"])
+    with pytest.raises(ValueError, match=r"got mmx \[fa2\.isa\]"):
+        backend.unavailable(CPU)
+
+
+def test_scales_may_be_tensors_of_any_float_type() -> None:
+    cache = Cache((100, 20))
+    wrapper, q = cache.decode(1, 4), cache.q(2, 4)
+    want = wrapper.run(q, cache.kv, k_scale=0.5, v_scale=2.0)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        scales = {
+            name: torch.tensor([value], dtype=dtype) for name, value in (("k_scale", 0.5), ("v_scale", 2.0))
+        }
+        assert torch.equal(wrapper.run(q, cache.kv, **scales), want)
+
+
+def test_a_replay_cannot_leave_its_arrays(native: Any) -> None:
+    """Counts that do not fit the arrays (a caller wrote over a graph's memory) are refused, not followed."""
+    cache = Cache((100, 20))
+    wrapper, q = cache.decode(1, 4), cache.q(2, 4)
+    wrapper._state.image["counts"][0] = 1 << 20
+    with pytest.raises(ValueError, match=r"counts of the plan image.*\[fa2\.native\]"):
+        wrapper.run(q, cache.kv)
+
+
+def test_reasons_are_values() -> None:
+    reason = Reason(codes.BUILD, "fa2/tile", None, "x")
+    assert str(reason) == "fa2/tile: needs its CPU kernels to build, got x [fa2.build]"
+    assert len({code.slug for code in codes.CODES}) == len(codes.CODES)
