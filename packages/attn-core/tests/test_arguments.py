@@ -238,3 +238,9 @@ def test_a_head_of_values_without_elements_is_refused(vo):
         paged_wrapper().plan(offsets([1]), *p.table, 4, 2, 8, 4, head_dim_vo=vo)
     with pytest.raises(ValueError, match="head_dim_vo: needs at least 1"):
         ragged_wrapper().plan(offsets([1]), offsets([9]), 4, 2, 8, head_dim_vo=vo)
+
+
+def test_rope_needs_an_even_head():
+    wrapper = decode_wrapper()
+    with pytest.raises(ValueError, match="head_dim_qk"):
+        wrapper.plan(ints(0, 1), ints(0), ints(1), 2, 1, 7, 4, pos_encoding_mode="ROPE_LLAMA")

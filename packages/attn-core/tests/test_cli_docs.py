@@ -75,6 +75,15 @@ def test_every_code_is_listed_once_with_its_owner(quick):
     }
 
 
+def test_a_shared_code_belongs_to_its_first_owner(quick, use):
+    other = quick_backend()
+    other.name, other.codes = "a_later", (capability.ARCH, SHORT)
+    use(quick, other)
+    owners = {row["code"]: row["owner"] for row in listed()["codes"]}
+    assert owners["core.arch"] == "core"
+    assert owners["quick.short"] == "a_later"  # first by name, whatever the rank
+
+
 def test_reasons_text(quick):
     out = attn("reasons").stdout
     assert "quick.short" in out
@@ -226,7 +235,7 @@ def test_devices_without_kernels_are_left_out(use, tmp_path):
     assert "| devices | cpu, gfx942 |" in page
 
 
-@pytest.mark.parametrize("first", [b"", b"# By hand\n", b"\xff\xfe\n"])
+@pytest.mark.parametrize("first", [b"", b"--backend by-hand\n", b"\xff\xfe\n"])
 def test_pages_of_another_origin_record_nothing(quick, tmp_path, first):
     (tmp_path / "backends.md").write_bytes(first)
     assert attn("docs", "--write", str(tmp_path)).exit_code == 0

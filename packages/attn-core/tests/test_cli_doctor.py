@@ -4,6 +4,7 @@ import json
 import os
 import stat
 import sys
+import time
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -316,8 +317,10 @@ def test_versions_of_programs(programs, tmp_path):
 
 def test_program_that_hangs_is_given_up(programs, monkeypatch):
     monkeypatch.setattr(tools, "TIMEOUT_S", 0.2)
-    found = programs(hangs=f"exec {sys.executable} -c 'import time; time.sleep(60)'")
+    start = time.monotonic()
+    found = programs(hangs=f"exec {sys.executable} -c 'import time; time.sleep(100)'")
     assert found["hangs"]["error"] == "no answer to --version within 0.2 s"
+    assert time.monotonic() - start < 60  # the program would have slept on
 
 
 def test_program_that_cannot_be_run(programs, monkeypatch, tmp_path):

@@ -103,12 +103,6 @@ def test_a_captured_plan_reads_lengths_from_memory_only():
     assert graph._state.launch.groups == ((0, 3, 1, 48, 0, -1, -1),)
 
 
-def test_rope_needs_an_even_head():
-    wrapper = decode_wrapper()
-    with pytest.raises(ValueError, match="head_dim_qk"):
-        wrapper.plan(ints(0, 1), ints(0), ints(1), 2, 1, 7, 4, pos_encoding_mode="ROPE_LLAMA")
-
-
 @pytest.mark.parametrize("q_len", [1, 3])
 def test_a_captured_request_does_not_depend_on_its_batch(q_len):
     p = pages([37, 300, 5, 64], page_size=16, dim=64)

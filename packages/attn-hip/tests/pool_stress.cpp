@@ -1,5 +1,6 @@
 // Runs the thread pool hard; meant to be built with -fsanitize=thread. Prints "ok" when every item ran once.
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <thread>
@@ -16,6 +17,9 @@ bool region(int items, int threads, size_t scratch_bytes, bool nest) {
   const auto first = [&](int64_t i, void* scratch) {
     std::memset(scratch, int(i), scratch_bytes);
     if (nest && i % 7 == 0 && !region(5, threads, 64, false)) wrong++;
+    if (i % 16 == 15) std::this_thread::sleep_for(std::chrono::microseconds(300));  // others must wait for it
+    const char* mine = static_cast<const char*>(scratch);
+    if (mine[0] != char(i) || mine[scratch_bytes - 1] != char(i)) wrong++;
     ran[size_t(i)]++;
   };
   const auto second = [&](int64_t i, void*) {

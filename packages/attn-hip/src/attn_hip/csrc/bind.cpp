@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -60,16 +61,44 @@ PlanInput plan_input(int group, int num_kv_heads, int tile_q, int tile_kv, int m
           split, max_slots};
 }
 
-Plan make_plan(PlanInput in, uint64_t qo_indptr, uint64_t kv_len, int batch) {
+// A plan whose memory comes from a plan that is gone, if there is one. Made and destroyed under Python's lock.
+class Planned {
+ public:
+  Planned() {
+    if (spare().empty()) return;
+    plan_ = std::move(spare().back());
+    spare().pop_back();
+  }
+  ~Planned() {
+    if (spare().size() < kMostSpare) spare().push_back(std::move(plan_));
+  }
+  Planned(const Planned&) = delete;
+  Planned& operator=(const Planned&) = delete;
+  Plan& operator*() { return plan_; }
+  const Plan& operator*() const { return plan_; }
+
+ private:
+  static constexpr size_t kMostSpare = 2;
+  static std::vector<Plan>& spare() {
+    static auto* kept = new std::vector<Plan>();  // outlives objects that die with the interpreter
+    return *kept;
+  }
+  Plan plan_;
+};
+
+std::unique_ptr<Planned> plan_batch(PlanInput in, uint64_t qo_indptr, uint64_t kv_len, int batch) {
   in.qo_indptr = at<const int32_t>(qo_indptr);
   in.kv_len = at<const int32_t>(kv_len);
   in.batch = batch;
+  auto made = std::make_unique<Planned>();
   const py::gil_scoped_release released;
-  return plan(in);
+  make_plan(in, **made);
+  return made;
 }
 
 // Writes items, merges and counts into an image that has room for them.
-void write_plan(const Plan& made, uint64_t items, uint64_t merges, uint64_t counts) {
+void write_plan(const Planned& planned, uint64_t items, uint64_t merges, uint64_t counts) {
+  const Plan& made = *planned;
   std::copy(made.items.begin(), made.items.end(), at<WorkItem>(items));
   std::copy(made.merges.begin(), made.merges.end(), at<MergeItem>(merges));
   const int32_t said[kCountWords] = {int32_t(made.items.size()), int32_t(made.merges.size()), made.num_slots,
@@ -200,14 +229,14 @@ PYBIND11_MODULE(ATTN_MODULE, m) {
 
   py::class_<PlanInput>(m, "PlanInput", py::module_local())
       .def(py::init(&plan_input))
-      .def("plan", &make_plan)
+      .def("plan", &plan_batch)
       .def("capacity", &capacity);
-  py::class_<Plan>(m, "Plan", py::module_local())
-      .def_property_readonly("num_items", [](const Plan& plan) { return plan.items.size(); })
-      .def_property_readonly("num_merges", [](const Plan& plan) { return plan.merges.size(); })
-      .def_readonly("num_slots", &Plan::num_slots)
-      .def_readonly("max_heads", &Plan::max_heads)
-      .def_readonly("chunk", &Plan::chunk)
+  py::class_<Planned>(m, "Plan", py::module_local())
+      .def_property_readonly("num_items", [](const Planned& plan) { return (*plan).items.size(); })
+      .def_property_readonly("num_merges", [](const Planned& plan) { return (*plan).merges.size(); })
+      .def_property_readonly("num_slots", [](const Planned& plan) { return (*plan).num_slots; })
+      .def_property_readonly("max_heads", [](const Planned& plan) { return (*plan).max_heads; })
+      .def_property_readonly("chunk", [](const Planned& plan) { return (*plan).chunk; })
       .def("write", &write_plan);
   py::class_<Kernel>(m, "Kernel", py::module_local())
       .def(py::init<int, int, int, int, int, int, int, int, bool, int, int, int, float, float, double, double>())

@@ -116,13 +116,13 @@ class Cutter {
 // Emits items and merges request after request, then puts the expensive items first.
 class Emitter {
  public:
-  Emitter(const PlanInput& in, Cut cut, int64_t num_items) : in_(in), cut_(cut), tiles_(in) {
-    if (num_items * in.num_kv_heads > kMostItems) throw std::length_error("plan: more work items than it can number");
-    items_.reserve(size_t(num_items));
-    costs_.reserve(size_t(num_items));
+  Emitter(const PlanInput& in, Cut cut, Plan& plan) : in_(in), cut_(cut), tiles_(in), plan_(plan) {
+    plan_.unsorted.clear();
+    plan_.costs.clear();
+    plan_.merges.clear();
   }
 
-  Plan run() {
+  void run() {
     tiles_.each([&](int r, int64_t t, const Span& span) {
       for (int head = 0; head < in_.num_kv_heads; head += cut_.heads) tile(r, t, head, span);
     });
@@ -130,7 +130,6 @@ class Emitter {
     plan_.num_slots = int32_t(slots_);
     plan_.chunk = cut_.chunk == kWhole ? kSplitNever : cut_.chunk;
     sort();
-    return std::move(plan_);
   }
 
  private:
@@ -143,8 +142,13 @@ class Emitter {
       const int64_t begin = (first + i) * cut_.chunk, end = std::min(begin + cut_.chunk, span.end);
       const int64_t slot = parts > 1 ? slots_ + i * heads : -1;
       const int64_t keys = end - std::max(begin, span.begin);
-      items_.push_back({request, int32_t(t), head, heads, int32_t(begin), int32_t(end), int32_t(slot), 0});
-      costs_.push_back((keys + in_.kv_tile) * weight);
+      // Field by field: a copy of a whole item right after its fields would wait for each of them.
+      WorkItem& item = plan_.unsorted.emplace_back();
+      item.request = request, item.q_tile = int32_t(t);
+      item.kv_head = head, item.num_heads = heads;
+      item.kv_begin = int32_t(begin), item.kv_end = int32_t(end);
+      item.slot = int32_t(slot);
+      plan_.costs.push_back((keys + in_.kv_tile) * weight);
     }
     if (parts == 1) return;
     for (int32_t n = 0; n < heads; n++)
@@ -154,31 +158,36 @@ class Emitter {
 
   // A counting sort by cost, stable: neighbours in memory stay neighbours in time.
   void sort() {
-    plan_.items.resize(items_.size());
-    if (items_.empty()) return;
-    const int64_t most = *std::max_element(costs_.begin(), costs_.end());
-    const auto bucket = [&](size_t i) { return size_t((most - costs_[i]) * kBuckets / (most + 1)); };
+    const std::vector<WorkItem>& from = plan_.unsorted;
+    std::vector<int64_t>& costs = plan_.costs;
+    plan_.items.resize(from.size());
+    if (from.empty()) return;
+    const int64_t most = *std::max_element(costs.begin(), costs.end());
+    const double scale = double(kBuckets) / double(most + 1);
     size_t starts[kBuckets + 1] = {};
-    for (size_t i = 0; i < items_.size(); i++) starts[bucket(i) + 1]++;
+    for (int64_t& cost : costs) {
+      cost = std::min<int64_t>(int64_t(double(most - cost) * scale), kBuckets - 1);  // from here on its bucket
+      starts[cost + 1]++;
+    }
     for (int b = 0; b < kBuckets; b++) starts[b + 1] += starts[b];
-    for (size_t i = 0; i < items_.size(); i++) plan_.items[starts[bucket(i)]++] = items_[i];
+    for (size_t i = 0; i < from.size(); i++) plan_.items[starts[costs[i]]++] = from[i];
   }
 
   const PlanInput& in_;
   Cut cut_;
   Tiles tiles_;
-  Plan plan_;
-  std::vector<WorkItem> items_;
-  std::vector<int64_t> costs_;
+  Plan& plan_;
   int64_t slots_ = 0;
 };
 
 }  // namespace
 
-Plan plan(const PlanInput& in) {
+void make_plan(const PlanInput& in, Plan& plan) {
   const Cutter cutter(in);
   const Cut cut = cutter.choose();
-  return Emitter(in, cut, cutter.items(cut)).run();
+  if (cutter.items(cut) * in.num_kv_heads > kMostItems)
+    throw std::length_error("plan: more work items than it can number");
+  Emitter(in, cut, plan).run();
 }
 
 Capacity capacity_of(const PlanInput& in, const PlanLimits& limits) {

@@ -36,10 +36,15 @@ struct Plan {
   int32_t num_slots = 0;
   int32_t max_heads = 0;  // of an item
   int64_t chunk = 0;      // tokens; kSplitNever when nothing may be cut
+
+  // Items as they are made, and what each costs. Kept, like the memory of the rest, for the next plan that is made
+  // in place of this one: fresh pages would cost more than the planning.
+  std::vector<WorkItem> unsorted;
+  std::vector<int64_t> costs;
 };
 
-// Plans a batch. Throws std::length_error for more than 2^26 items.
-Plan plan(const PlanInput& in);
+// Plans a batch into `plan`, in place of what was there. Throws std::length_error for more than 2^26 items.
+void make_plan(const PlanInput& in, Plan& plan);
 
 // Bounds of every batch that a captured graph may be replayed with.
 struct PlanLimits {
