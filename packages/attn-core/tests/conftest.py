@@ -1,6 +1,7 @@
 """Every test starts with the reference backend alone, and with nothing said yet."""
 
 import pytest
+import torch
 
 from attn_core import notices, plugins
 
@@ -25,3 +26,9 @@ def use():
         return backends[0] if len(backends) == 1 else backends
 
     return install
+
+
+@pytest.fixture(params=["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+def device(request):
+    """Every kind of device this machine has."""
+    return request.param

@@ -8,14 +8,8 @@ from attn_core.cascade import merge_state, merge_state_in_place, merge_states
 torch.set_num_threads(1)
 
 INF = math.inf
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 1e-2, torch.float32: 1e-6, torch.float64: 1e-6}
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    return request.param
 
 
 def states(num_states, dtype=torch.float32, device="cpu", rows=5, heads=3, head_dim=8, seed=0):

@@ -5,13 +5,7 @@ from attn_core.page_indices import get_batch_indices_positions, get_seq_lens
 
 torch.set_num_threads(1)
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 INDEX_DTYPES = [torch.int32, torch.int64]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    return request.param
 
 
 def i32(values, device="cpu"):

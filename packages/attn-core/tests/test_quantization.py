@@ -7,13 +7,6 @@ from attn_core.quantization import packbits, segment_packbits
 
 torch.set_num_threads(1)
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    return request.param
-
 
 def oracle(bits, bitorder):
     """Pack a list of 0/1 by the definition."""

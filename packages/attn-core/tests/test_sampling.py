@@ -8,39 +8,7 @@ import torch
 from attn_core import sampling
 from attn_core.sampling import chain_speculative_sampling
 
-torch.set_num_threads(1)
-
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    return request.param
-
-
-def one_hot(*ids, vocab=4):
-    """Rows with all their mass at one id; -1 gives a row of zeros."""
-    rows = torch.zeros(len(ids), vocab)
-    for row, i in zip(rows, ids, strict=True):
-        if i >= 0:
-            row[i] = 1.0
-    return rows
-
-
-def random_case(batch, n, vocab, seed=0, device="cpu", dtype=torch.float32):
-    """Random laws and ids really drawn from the draft's."""
-    generator = torch.Generator().manual_seed(seed)
-    draft = torch.randn(batch, n, vocab, generator=generator).softmax(-1)
-    target = torch.randn(batch, n + 1, vocab, generator=generator).softmax(-1)
-    ids = torch.zeros(batch, n, dtype=torch.int64)
-    if draft.numel() > 0:
-        ids = torch.multinomial(draft.view(-1, vocab), 1, generator=generator).view(batch, n)
-    return draft.to(dtype).to(device), ids.to(device), target.to(dtype).to(device)
-
-
-def run(case, **kwargs):
-    tokens, accepted, emitted = chain_speculative_sampling(*case, **kwargs)
-    return tokens.tolist(), accepted.tolist(), emitted.tolist()
+from .sampling_kit import one_hot, random_case, run
 
 
 def draw_oracle(weights, u):

@@ -14,7 +14,8 @@ import torch
 from .errors import needs
 
 INT32_MAX = 2**31 - 1
-_INDEX_DTYPES = (torch.int32, torch.int64)
+INDEX_DTYPES = (torch.int32, torch.int64)
+"""Types index arrays may come in; everything inside is int32."""
 CPU = torch.device("cpu")
 
 
@@ -199,7 +200,7 @@ def size_of(name: str, tensor: torch.Tensor) -> int:
 def _check_index(name: str, tensor: object, device: torch.device) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(needs(name, "an int32 tensor", type(tensor).__name__, "core.index-type"))
-    if tensor.dtype not in _INDEX_DTYPES:
+    if tensor.dtype not in INDEX_DTYPES:
         raise TypeError(needs(name, "dtype int32 (int64 is converted)", tensor.dtype, "core.index-type"))
     if tensor.ndim != 1:
         raise ValueError(needs(name, "a 1-D tensor", f"shape {tuple(tensor.shape)}", "core.index-shape"))

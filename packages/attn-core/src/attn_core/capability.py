@@ -8,7 +8,7 @@ from enum import IntEnum
 
 import torch
 
-from .problem import AttentionProblem, MaskMode, Op, PagedKV, PosEncoding
+from .problem import UNIFORM_OPS, AttentionProblem, MaskMode, Op, PagedKV, PosEncoding
 from .query import GraphLimits
 from .reasons import Code, Reason, Stage
 from .target import DeviceTarget
@@ -169,12 +169,11 @@ class Capability:
             if found is not None:
                 yield Reason(code, candidate, *found)
         if graph is not None:
-            need = GraphSupport.UNIFORM_BATCH if problem.op in _UNIFORM_OPS else GraphSupport.ALWAYS
+            need = GraphSupport.UNIFORM_BATCH if problem.op in UNIFORM_OPS else GraphSupport.ALWAYS
             if self.graph < need:
                 yield Reason(GRAPH, candidate, self.graph.name.lower().replace("_", " "), need.name.lower())
 
 
-_UNIFORM_OPS = (Op.DECODE, Op.VERIFY)
 _Found = tuple[object, object] | None
 
 

@@ -8,17 +8,14 @@ import torch
 
 from . import notices, plugins
 from .backend import AppendBackend, AppendIO
-from .batch import BatchShape, first_true
+from .batch import INDEX_DTYPES, BatchShape, first_true
 from .cache_view import CacheView, unpack
-from .errors import Unsupported, needs
+from .errors import needs
 from .page_indices import get_batch_indices_positions, get_seq_lens
 from .problem import AttentionProblem, Op, PagedKV, check_kv_order
 from .query import Query
-from .reasons import Reason
-from .route import AUTO, Screened, choose, screen
+from .route import RouteDecision, Screened, screen, serve
 from .target import DeviceTarget, target_of
-
-_INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def append_paged_kv_cache(
@@ -103,17 +100,12 @@ def _dispatch(problem: AttentionProblem, rows: int, io: AppendIO, backend: str) 
         max_kv_len=0, total_kv=0,
     )  # fmt: skip
     query = Query(target, problem, shape)
-    passed: list[Reason] = []
-    while True:
-        decision = choose(screened, query, passed=passed)
+
+    def append(decision: RouteDecision) -> None:
         assert isinstance(decision.backend, AppendBackend)
-        try:
-            decision.backend.append(decision.path.name, problem, io)
-            break
-        except Unsupported as late:
-            if backend != AUTO:
-                raise
-            passed.append(Reason(late.reason.code, decision.candidate, late.reason.limit, late.reason.got))
+        decision.backend.append(decision.path.name, problem, io)
+
+    decision, _ = serve(screened, query, append)
     notices.announce(target, decision.refused, decision.candidate)
 
 
@@ -143,7 +135,7 @@ def _check_rows(key: torch.Tensor, value: torch.Tensor, k: torch.Tensor, v: torc
 
 
 def _index(name: str, index: object, device: torch.device) -> torch.Tensor:
-    if not isinstance(index, torch.Tensor) or index.dtype not in _INDEX_DTYPES:
+    if not isinstance(index, torch.Tensor) or index.dtype not in INDEX_DTYPES:
         got = getattr(index, "dtype", type(index).__name__)
         raise TypeError(needs(name, "an int32 tensor (int64 is converted)", got, "core.index-type"))
     if index.ndim != 1:

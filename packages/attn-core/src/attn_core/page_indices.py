@@ -10,9 +10,8 @@ import operator
 
 import torch
 
+from .batch import INDEX_DTYPES, first_true
 from .errors import needs
-
-_INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def get_batch_indices_positions(
@@ -136,7 +135,7 @@ def _check_ascending(name: str, indptr: torch.Tensor) -> None:
 
 def _first(bad: torch.Tensor) -> int | None:
     """Return the first position where ``bad``, a bool tensor on the CPU, is True."""
-    return int(bad.to(torch.uint8).argmax()) if bool(bad.any()) else None
+    return first_true(bad) if bool(bad.any()) else None
 
 
 def _check_indptr(name: str, indptr: torch.Tensor) -> int:
@@ -148,7 +147,7 @@ def _check_indptr(name: str, indptr: torch.Tensor) -> int:
 
 
 def _check_index(name: str, index: torch.Tensor, device: torch.device) -> None:
-    if index.dtype not in _INDEX_DTYPES:
+    if index.dtype not in INDEX_DTYPES:
         raise TypeError(needs(name, "int32 or int64", index.dtype, "core.index-dtype"))
     if index.dim() != 1:
         raise ValueError(needs(name, "1 dimension", f"shape {tuple(index.shape)}", "core.index-shape"))

@@ -15,13 +15,12 @@ from .arena import Copy, GraphArena, Image, Layout, pack, upload
 from .arguments import MaskBits, check_workspace
 from .backend import DeviceImage, PlanResult
 from .batch import HostBatch, with_host_indices
-from .errors import Unsupported, needs
+from .errors import needs
 from .frozen import FrozenShape, check_capacity
 from .plan_image import captured_layout, index_parts
 from .problem import AttentionProblem, check_kv_order
 from .query import GraphLimits, Query
-from .reasons import Reason
-from .route import AUTO, RouteDecision, Screened, choose, screen
+from .route import RouteDecision, Screened, screen, serve
 from .state import PlanState
 from .target import DeviceTarget, target_of
 
@@ -191,13 +190,13 @@ class Planner:
         )
         return limits
 
-    def _screened(self, target: DeviceTarget, query: Query, pinned: str | None) -> Screened:
+    def _screened(self, query: Query, pinned: str | None) -> Screened:
         known = plugins.registry()
         key = (query.problem, query.graph, pinned, known)
         found = self._screens.get(key)
         if found is None:
             found = screen(
-                target, query.problem, known.backends,
+                query.target, query.problem, known.backends,
                 graph=query.graph, requested=self._requested, pinned=pinned,
             )  # fmt: skip
             if len(self._screens) >= _KEPT_SCREENS:
@@ -221,18 +220,14 @@ class Planner:
     ) -> tuple[RouteDecision, PlanResult]:
         """Choose, and plan with the choice; a backend that finds late that it cannot is passed over."""
         pinned = None if old is None or self._graph is None else old.decision.candidate
-        screened = self._screened(query.target, query, pinned)
-        passed: list[Reason] = []
-        while True:
-            decision = choose(screened, query, passed=passed)
+
+        def plan(decision: RouteDecision) -> PlanResult:
+            nonlocal batch
             if decision.path.host_indices:
                 batch = with_host_indices(batch)
-            try:
-                return decision, decision.backend.plan(query, decision.path.name, batch)
-            except Unsupported as late:
-                if self._requested != AUTO or pinned is not None:
-                    raise
-                passed.append(replace(late.reason, candidate=decision.candidate))
+            return decision.backend.plan(query, decision.path.name, batch)
+
+        return serve(self._screened(query, pinned), query, plan)
 
     def _fresh_image(self, packed: Image, parts: dict[str, torch.Tensor], mask: MaskBits | None) -> Image:
         beside = {name: part.to(torch.int32, copy=True) for name, part in parts.items() if name not in packed}

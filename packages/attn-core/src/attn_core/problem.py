@@ -30,6 +30,10 @@ class Op(StrEnum):
         return self in (Op.DECODE, Op.VERIFY, Op.PREFILL_PAGED, Op.APPEND)
 
 
+UNIFORM_OPS = (Op.DECODE, Op.VERIFY)
+"""Entry points that bring the same number of query rows for every request."""
+
+
 class MaskMode(StrEnum):
     """Which keys a query row may see.
 

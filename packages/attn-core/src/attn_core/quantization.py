@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
+from .batch import INDEX_DTYPES, first_true
 from .errors import needs
 
 _INT32_MAX = 2**31 - 1
-_INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
@@ -117,7 +117,7 @@ def _cut(
 
 def _host_offsets(indptr: torch.Tensor, length: int) -> torch.Tensor:
     """Return ``indptr`` as int64 on the host, checked against ``x``."""
-    if indptr.dtype not in _INDEX_DTYPES:
+    if indptr.dtype not in INDEX_DTYPES:
         raise TypeError(needs("indptr", "int32 or int64", indptr.dtype, "core.packbits-indptr"))
     if indptr.dim() != 1 or indptr.numel() == 0:
         wanted = "1 dimension and at least 1 entry"
@@ -126,7 +126,7 @@ def _host_offsets(indptr: torch.Tensor, length: int) -> torch.Tensor:
     if (first := int(host[0])) != 0:
         raise ValueError(needs("indptr", "0 at position 0", first, "core.packbits-indptr"))
     if bool((steps := host.diff()).lt(0).any()):
-        at = int(steps.lt(0).to(torch.uint8).argmax()) + 1
+        at = first_true(steps < 0) + 1
         wanted = f"at least {int(host[at - 1])} (its predecessor) at position {at}"
         raise ValueError(needs("indptr", wanted, int(host[at]), "core.packbits-indptr"))
     if (last := int(host[-1])) != length:

@@ -81,8 +81,10 @@ def worth_telling(refused: Iterable[Reason], chosen: str) -> list[Reason]:
     owner = chosen.partition("/")[0]
     told: dict[object, Reason] = {}
     for reason in refused:
+        if reason.code.quiet:
+            continue
         of = reason.candidate.partition("/")[0]
-        if reason.code.quiet or (of == owner and reason.code.stage is not Stage.PREPARE):
+        if of == owner and reason.code.stage is not Stage.PREPARE:
             continue
         whole = reason.code.stage is Stage.AVAILABILITY
         told.setdefault((of, *reason.key[1:]) if whole else reason.key, reason)

@@ -15,7 +15,7 @@ from . import reference_math as math
 from .backend import API_VERSION, AppendIO, DeviceImage, Path, PlanResult, RunIO, TensorContract
 from .batch import HostBatch
 from .capability import FLOATS, FP8, Capability, GraphSupport
-from .problem import AttentionProblem, MaskMode, Op, PosEncoding
+from .problem import UNIFORM_OPS, AttentionProblem, MaskMode, Op, PosEncoding
 from .query import Query
 from .reasons import Code, Reason, Stage
 from .rules import Rule, Verdict
@@ -103,7 +103,7 @@ class ReferenceBackend:
         keys = graph.max_pages * (problem.page_size or 1)
         if graph.max_kv_len is not None:
             keys = min(keys, graph.max_kv_len)
-        decode = problem.op in (Op.DECODE, Op.VERIFY)
+        decode = problem.op in UNIFORM_OPS
         rows = graph.total_q // max(1, graph.batch_size) if decode else graph.total_q
         if problem.batch_invariant:
             return tuple((n, n + 1, rows, keys, 0, n * rows, (n + 1) * rows) for n in range(graph.batch_size))

@@ -6,8 +6,9 @@ rest, per plan. Both are pure: equal questions get equal answers, whatever was p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from . import rules
 from .backend import Backend, Path
@@ -16,6 +17,8 @@ from .problem import AttentionProblem
 from .query import GraphLimits, Query
 from .reasons import Code, Reason, Stage, worth_telling
 from .target import DeviceTarget
+
+Served = TypeVar("Served")
 
 AUTO = "auto"
 PINNED = Code(
@@ -154,7 +157,7 @@ def _static(
     stated = tuple(path.capability.refusals(target, problem, graph, name))
     first = tuple(r for r in stated if r.code.stage is Stage.AVAILABILITY)
     if missing is not None and not first:
-        first = (Reason(missing.code, name, missing.limit, missing.got),)
+        first = (replace(missing, candidate=name),)
     return first or stated
 
 
@@ -177,7 +180,7 @@ def _prepare(screened: Screened, candidate: Candidate) -> tuple[Reason, ...]:
     if reason is None:
         screened.prepared.add(candidate.name)
         return ()
-    return (Reason(reason.code, candidate.name, reason.limit, reason.got),)
+    return (replace(reason, candidate=candidate.name),)
 
 
 def choose(screened: Screened, query: Query, *, passed: Iterable[Reason] = ()) -> RouteDecision:
@@ -208,6 +211,34 @@ def choose(screened: Screened, query: Query, *, passed: Iterable[Reason] = ()) -
     relevant = [r for r in refused if r.code not in CODES] or refused
     p = query.problem
     raise NoRoute(f"backend: no candidate of {screened.requested!r} can serve {p.op.value}:", relevant)
+
+
+def serve(
+    screened: Screened, query: Query, attempt: Callable[[RouteDecision], Served]
+) -> tuple[RouteDecision, Served]:
+    """Choose and try; a candidate that finds late that it cannot serve is passed over if the choice is ours.
+
+    Args:
+        screened: As for :func:`choose`.
+        query: As for :func:`choose`.
+        attempt: Does what was chosen; may raise Unsupported.
+
+    Returns:
+        The decision that held, with every refusal met, and what ``attempt`` returned for it.
+
+    Raises:
+        NoRoute: Every candidate was refused.
+        Unsupported: A candidate the caller or a captured graph named cannot serve.
+    """
+    passed: list[Reason] = []
+    while True:
+        decision = choose(screened, query, passed=passed)
+        try:
+            return decision, attempt(decision)
+        except Unsupported as late:
+            if not screened.prefer:
+                raise
+            passed.append(replace(late.reason, candidate=decision.candidate))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from .backend import DeviceImage, TensorContract
 from .batch import HostBatch
 from .errors import needs
 from .frozen import FrozenShape
-from .problem import Op, PagedKV
+from .problem import PagedKV
 from .query import Query
 from .route import RouteDecision
 
@@ -226,6 +226,3 @@ def check_scale(name: str, value: object, device: torch.device) -> Scale:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(needs(name, "a number or a one-element tensor", type(value).__name__, "core.scale"))
     return float(value)
-
-
-DECODE_OPS = (Op.DECODE, Op.VERIFY)
