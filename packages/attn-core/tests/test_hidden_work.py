@@ -1,8 +1,14 @@
 """What plan() and run() do besides their work: reads from the device, copies, allocations."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from attn_core import decode_paged
+from attn_core.backend import PlanResult
+from attn_core.batch import with_host_indices
 
 from .fakes import FakeBackend
 from .kit import SIZES, decode_wrapper, offsets, paged_wrapper, pages, planned, workspace
@@ -128,3 +134,33 @@ def test_a_steady_plan_is_a_handful_of_operations(use):
     with Ops() as ops:
         wrapper.plan(*p.table, *SIZES, q_data_type=torch.float32)
     assert len(ops.names) <= 30, ops.names
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_page_ids_are_fetched_for_a_path_that_reads_them(use, monkeypatch, wanted):
+    """Ids on the device look like these: there, and unread. Only a path that says so gets them read."""
+    seen = []
+    backend = use(FakeBackend(plan=lambda query, path, batch: seen.append(batch) or PlanResult(0)))
+    backend.paths = tuple(replace(path, host_indices=wanted) for path in backend.paths)
+    read = decode_paged.paged_batch
+    monkeypatch.setattr(
+        decode_paged,
+        "paged_batch",
+        lambda *args, **options: replace(read(*args, **options), max_page_id=None),
+    )
+    indptr, ids, last = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 3], [4, 0, 7], [1, 2]))
+    decode_wrapper().plan(indptr, ids, last, 4, 2, 8, 4, q_data_type=torch.float32)
+    assert seen[0].max_page_id == (7 if wanted else None)
+    assert seen[0].kv_indices.tolist() == [4, 0, 7]
+
+
+def test_fetched_page_ids_are_checked():
+    ids = torch.tensor([4, -3, 7], dtype=torch.int32)
+    indptr, last = torch.tensor([0, 2, 3], dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32)
+    unread = replace(
+        decode_paged.paged_batch(1, indptr, ids.abs(), last, 4), kv_indices=ids, max_page_id=None
+    )
+    with pytest.raises(ValueError, match=r"kv_indices\[1\]: needs a page id of 0 or more, got -3"):
+        with_host_indices(unread)
+    known = decode_paged.paged_batch(1, indptr, ids.abs(), last, 4)
+    assert with_host_indices(known) is known

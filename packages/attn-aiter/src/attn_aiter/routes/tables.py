@@ -10,10 +10,10 @@ from attn_core.batch import HostBatch
 def block_table(batch: HostBatch, width: int) -> torch.Tensor:
     """Return ``[batch_size * width]`` int32: the pages of each request, row by row, padded with page 0.
 
-    The values of ``kv_indices`` are read: one copy from the device if that is where the caller has them.
+    The values of ``kv_indices`` are read: a path that calls this sets ``host_indices``.
     """
     assert batch.kv_indices is not None
-    ids = batch.kv_indices.cpu()
+    ids = batch.kv_indices
     pages = batch.kv_indptr.diff().long()
     row = torch.repeat_interleave(torch.arange(pages.numel()), pages)
     column = torch.arange(ids.numel()) - torch.repeat_interleave(batch.kv_indptr[:-1].long(), pages)
