@@ -8,8 +8,6 @@ import torch
 
 from attn_core import (
     append_paged_kv_cache,
-    page,
-    planner,
     route,
     single_decode_with_kv_cache,
     single_prefill_with_kv_cache,
@@ -118,12 +116,13 @@ def test_the_question_is_the_one_the_entry_point_asks(monkeypatch, op, args, cal
     """Problem and batch are compared as values with those of a real call."""
     asked = []
 
+    chosen = route.choose
+
     def choose(screened, query, **rest):
         asked.append(query)
-        return route.choose(screened, query, **rest)
+        return chosen(screened, query, **rest)
 
-    monkeypatch.setattr(planner, "choose", choose)
-    monkeypatch.setattr(page, "choose", choose)
+    monkeypatch.setattr(route, "choose", choose)
     call()
     args = [*args] if op.endswith("single") else [*args, "--batch", "2"]
     args = args if op == "append" else [*args, "--kv-len", "32"]
