@@ -14,19 +14,14 @@
 
 namespace attn {
 
-// Passed by value: the only argument of an attention kernel.
-struct AttendLaunch {
-  AttendParams params;
-  const WorkItem* work;
-};
-
 template <int D>
 ATTN_DEVICE void attend_block(const AttendLaunch& launch) {
   using Tile = GpuTile<D, ATTN_WAVES, ATTN_KEYS>;
+  if (block_index() >= launch.counts[0]) return;
   ATTN_SHARED uint16_t keys[Tile::kPanel];
   ATTN_SHARED uint16_t values[Tile::kPanel];
   Tile tile((Shared)keys, (Shared)values);
-  attend<Tile>(launch.params, launch.work[block_index()], tile);
+  attend<Tile>(launch.params, launch.items[block_index()], tile);
 }
 
 }  // namespace attn

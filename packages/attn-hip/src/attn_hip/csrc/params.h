@@ -116,6 +116,21 @@ struct AttendParams {
   float reserved_f;
 };
 
+// The one argument, by value, of an attention kernel of a GPU. Block b runs items[b]; the grid covers what a captured
+// plan may have, so a block from counts[0] on returns at once.
+struct AttendLaunch {
+  AttendParams params;
+  const WorkItem* items;
+  const int32_t* counts;  // [4] items, merges, slots, KV heads of the widest item
+};
+
+// The same of the kernel that joins partials: block b runs items[b], up to counts[1].
+struct MergeLaunch {
+  AttendParams params;
+  const MergeItem* items;
+  const int32_t* counts;
+};
+
 // Writes row n of key and value to position positions[n] of request batch_indices[n]. A row is skipped when its
 // request is outside [0, batch), its position is negative or behind the request's last page, or its page id is
 // outside [0, num_pages). Values are rounded to nearest even; what does not fit fp8 becomes its NaN.
