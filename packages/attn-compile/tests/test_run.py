@@ -8,35 +8,15 @@ import pytest
 import torch
 
 import attn_compile.plugin as plugin
-from attn_compile.schema import RUN, OpSpec
 from attn_core import (
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
     CacheView,
-    plugins,
 )
-from attn_core.reference import ReferenceBackend
 
 PAGES, PAGE, HKV, HQ, DIM = 7, 4, 2, 4, 16
 GUARD = 64  # elements before and after every allocation, so that none starts at storage offset 0
-
-
-@pytest.fixture(autouse=True)
-def _quiet_torch():
-    import torch._functorch.config
-    import torch._inductor.config
-
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
-    found = plugins.discover(config={})
-    old = plugins.use(plugins.Registry((ReferenceBackend(),), (), found.targets, {"reference": "attn-core"}))
-    with (
-        torch._inductor.config.patch(fx_graph_cache=False),
-        torch._functorch.config.patch(enable_autograd_cache=False),
-    ):
-        yield
-    plugins.use(old)
 
 
 def guarded(*shape):
@@ -161,35 +141,6 @@ def test_checks_hold_in_a_compiled_run():
     step = torch.compile(lambda q, kv: wrapper.run(q, kv), fullgraph=True)
     with pytest.raises(ValueError, match="q: needs 2 rows"):
         step(torch.randn(3, HQ, DIM), take(storage))
-
-
-def test_the_name_follows_the_declaration():
-    other = OpSpec(RUN.base, RUN.schema.replace("Tensor k", "Tensor(c!) k"))
-    assert len({RUN.name, other.name, OpSpec(RUN.base, RUN.schema, 1).name}) == 3
-    assert RUN.name.startswith("run__")
-
-
-def test_opcheck_finds_the_declaration_true():
-    from attn_compile.ops import run_op
-
-    wrapper, (storage, _, _) = planned(), cache_of("pair")
-    q = torch.randn(2, HQ, DIM)
-    args = (
-        wrapper._handle,
-        q,
-        *storage,
-        torch.empty_like(q),
-        torch.empty(2, HQ),
-        None,
-        None,
-        None,
-        1.0,
-        1.0,
-        1.0,
-    )
-    torch.library.opcheck(
-        run_op, args, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    )
 
 
 @pytest.mark.parametrize(("value", "works"), [("0", False), ("1", True)])

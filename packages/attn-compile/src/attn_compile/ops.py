@@ -1,56 +1,55 @@
-"""Registration of the operators, and the traced side of run()."""
+"""The traced side of attn-core."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from attn_core import tracing
-from attn_core.wrapper import AttentionWrapper
+from attn_core.op_table import OpRow
 
-from .schema import NAMESPACE, RUN
+from . import fixups
+from .calls import CALLS, split_scales
+from .registry import register
+from .rows import ROWS
+from .schema import clash, fits
 
-_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
-
-
-def _run(
-    handle: int,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    q_scale: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    q_factor: float,
-    k_factor: float,
-    v_factor: float,
-) -> None:
-    wrapper = tracing.wrapper(handle)
-    assert isinstance(wrapper, AttentionWrapper)
-    wrapper._run(
-        q, k, v, out, lse, lse is not None,
-        q_factor if q_scale is None else q_scale,
-        k_factor if k_scale is None else k_scale,
-        v_factor if v_scale is None else v_scale,
-    )  # fmt: skip
-
-
-def _fake(*args: Any) -> None:
-    """Do nothing: the operator returns nothing and allocates nothing."""
-
-
-# define + impl, not custom_op: the latter costs ten times as much per call.
-_LIBRARY.define(RUN.name + RUN.schema)  # type: ignore[no-untyped-call]
-_LIBRARY.impl(RUN.name, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake(f"{NAMESPACE}::{RUN.name}", _fake, lib=_LIBRARY)
-run_op = getattr(getattr(torch.ops, NAMESPACE), RUN.name).default
+OWN = "attn-core"
 
 
 class OpTracer:
-    """Turns a traced ``run()`` into one call of :data:`run_op`."""
+    """Turns traced calls of attn-core, and of packages that brought rows, into operators."""
+
+    def __init__(self) -> None:
+        fixups.install()
+        self._sources: dict[str, str] = {}
+        self._ops: dict[str, Callable[..., Any]] = {}
+        self._calls: dict[str, Callable[..., Any]] = {}
+        self.add(ROWS, OWN)
+        self._calls.update({name: partial(call, self._ops) for name, call in CALLS.items()})
+
+    def add(self, rows: Sequence[OpRow], source: str) -> None:
+        """Register the operators of one package; all of them or none.
+
+        Raises:
+            ValueError: A row cannot be exact, or its name is taken; names operator, argument and fix.
+        """
+        fits(rows)
+        seen = dict(self._sources)
+        for row in rows:
+            if row.base in seen:
+                raise clash(row, source, seen[row.base])
+            seen[row.base] = source
+        for row in rows:
+            self._ops[row.base] = self._calls[row.base] = register(row).call
+        self._sources = seen
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Emit the operators of the free function ``name``."""
+        return self._calls[name](*args)
 
     def run(
         self,
@@ -64,17 +63,10 @@ class OpTracer:
         o_dtype: torch.dtype,
         scales: tuple[tracing.Scale, tracing.Scale, tracing.Scale],
     ) -> tracing.Result:
-        """Emit the operator into the graph.
-
-        It writes fresh memory allocated in the graph, never a view and never the caller's: the one form
-        that torch leaves alone. A caller's ``out`` or ``lse`` is filled by ``copy_`` afterwards.
-        """
-        made = torch.empty((q.shape[0], q.shape[1], v.shape[-1]), dtype=o_dtype, device=q.device)
-        sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
-        tensors = [s if isinstance(s, torch.Tensor) else None for s in scales]
-        factors = [1.0 if s is None or isinstance(s, torch.Tensor) else float(s) for s in scales]
-        run_op(handle, q, k, v, made, sums, *tensors, *factors)
-        result = made if out is None else out.copy_(made)
+        """Emit one run. A caller's ``out`` or ``lse`` is filled by ``copy_`` afterwards."""
+        found = self._ops["run"](handle, q, k, v, *split_scales(scales), o_dtype, return_lse)
+        made, sums = found if return_lse else (found, None)
+        result: torch.Tensor = made if out is None else out.copy_(made)
         if sums is None:
             return result
         return result, sums if lse is None else lse.copy_(sums)

@@ -21,7 +21,9 @@ Three values of ``s`` are special, everywhere alike:
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
+from . import tracing
 from .errors import needs
 
 _V_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -49,6 +51,8 @@ def merge_state(
         TypeError: A dtype is not one of the above, or the two ``v`` differ in dtype.
         ValueError: Shapes or devices do not fit together.
     """
+    if is_dynamo_compiling():
+        return tracing.call("merge_state", v_a, s_a, v_b, s_b)  # type: ignore[no-any-return]
     _check_state("v_a", v_a, "s_a", s_a, ndim=3)
     _check_other("v_b", v_b, "s_b", s_b, like=v_a)
     v, s = _merge_two(v_a, s_a, v_b, s_b)
@@ -80,6 +84,9 @@ def merge_state_in_place(
         ValueError: Shapes or devices do not fit together; ``v`` or ``s`` repeats elements (an expanded
             tensor).
     """
+    if is_dynamo_compiling():
+        tracing.call("merge_state_in_place", v, s, v_other, s_other, mask)
+        return
     _check_state("v", v, "s", s, ndim=3)
     _check_other("v_other", v_other, "s_other", s_other, like=v)
     for name, tensor in (("v", v), ("s", s)):
@@ -114,6 +121,8 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
         TypeError: A dtype is not one of the above.
         ValueError: Shapes or devices do not fit together.
     """
+    if is_dynamo_compiling():
+        return tracing.call("merge_states", v, s)  # type: ignore[no-any-return]
     _check_state("v", v, "s", s, ndim=4)
     if v.shape[1] == 0:
         rows, _, heads, head_dim = v.shape

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import pluggy
 
 from .backend import Backend
+from .op_table import OpRow
 from .target import DeviceTarget
 from .tracing import Tracer
 
@@ -51,3 +52,13 @@ def attn_tracer() -> Tracer | str | None:
     Called once, when backends are discovered.
     """
     return None
+
+
+@hookspec
+def attn_op_table() -> Sequence[OpRow]:
+    """Return declarations of this package's own operators, for torch.compile.
+
+    Called once, when backends are discovered, where a package registers operators at all. A row that could
+    not be exact makes the package's rows unavailable and is shown by ``attn doctor``.
+    """
+    return ()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
-from . import notices, plugins
+from . import notices, plugins, tracing
 from .backend import AppendBackend, AppendIO
 from .batch import INDEX_DTYPES, BatchShape, first_true
 from .cache_view import CacheView, unpack
@@ -55,9 +56,15 @@ def append_paged_kv_cache(
         ValueError: A shape, a type, a device or (on the CPU) an index does not fit; nothing was written.
         NotImplementedError: No backend serves the combination.
     """
+    if is_dynamo_compiling():
+        tracing.call(
+            "append_paged_kv_cache", append_key, append_value, batch_indices, positions, paged_kv_cache,
+            kv_indices, kv_indptr, kv_last_page_len, kv_layout, backend,
+        )  # fmt: skip
+        return
     check_kv_order(kv_layout)
     k, v = unpack(paged_kv_cache, kv_layout)
-    rows = _check_rows(append_key, append_value, k, v, kv_layout)
+    rows = check_rows(append_key, append_value, k, v, kv_layout)
     indices = {
         "batch_indices": batch_indices, "positions": positions, "kv_indices": kv_indices,
         "kv_indptr": kv_indptr, "kv_last_page_len": kv_last_page_len,
@@ -109,7 +116,8 @@ def _dispatch(problem: AttentionProblem, rows: int, io: AppendIO, backend: str) 
     notices.announce(target, decision.refused, decision.candidate)
 
 
-def _check_rows(key: torch.Tensor, value: torch.Tensor, k: torch.Tensor, v: torch.Tensor, order: str) -> int:
+def check_rows(key: torch.Tensor, value: torch.Tensor, k: torch.Tensor, v: torch.Tensor, order: str) -> int:
+    """Return the number of rows; raise where rows and cache do not fit together. Looks at no value."""
     heads_at = 2 if order == "NHD" else 1
     for name, rows, cache in (("append_key", key, k), ("append_value", value, v)):
         if not isinstance(rows, torch.Tensor) or rows.ndim != 3:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import operator
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
+from . import tracing
 from .batch import INDEX_DTYPES, first_true
 from .errors import needs
 
@@ -46,6 +48,10 @@ def get_batch_indices_positions(
             such tokens get what the formula gives (a negative position), and those behind ``nnz`` are
             dropped.
     """
+    if is_dynamo_compiling():
+        return tracing.call(  # type: ignore[no-any-return]
+            "get_batch_indices_positions", append_indptr, seq_lens, nnz, batch_indices, positions
+        )
     batch_size = _check_indptr("append_indptr", append_indptr)
     device = append_indptr.device
     nnz = _check_count(nnz)
@@ -92,6 +98,8 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
             ``kv_indptr`` decreases, or the last page of a request that has pages is outside 1 to
             ``page_size``.
     """
+    if is_dynamo_compiling():
+        return tracing.call("get_seq_lens", kv_indptr, kv_last_page_len, page_size)  # type: ignore[no-any-return]
     batch_size = _check_indptr("kv_indptr", kv_indptr)
     _check_index("kv_last_page_len", kv_last_page_len, kv_indptr.device)
     if kv_last_page_len.numel() != batch_size:

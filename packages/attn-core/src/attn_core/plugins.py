@@ -144,9 +144,7 @@ def discover(plugins: Sequence[EntryPoint] | None = None, *, config: Config | No
         with found.guard(ep.name):
             _load(manager, ep, options, found)
     order = _order(manager, found)
-    with found.guard("attn_tracer"):
-        tracer = manager.hook.attn_tracer()
-        tracing.install(*((None, tracer) if isinstance(tracer, str) else (tracer,)))
+    _install_tracer(manager, found)
     return Registry(tuple(order), tuple(found.broken), tuple(found.targets), dict(found.sources))
 
 
@@ -215,6 +213,22 @@ def _load(manager: pluggy.PluginManager, ep: EntryPoint, config: Config, found: 
     for backend in given:
         found.add(ep.name, backend, source)
     found.targets.extend(targets)
+
+
+def _install_tracer(manager: pluggy.PluginManager, found: _Collector) -> None:
+    before = len(found.broken)
+    tracer: tracing.Tracer | str | None = None
+    with found.guard("attn_tracer"):
+        tracer = manager.hook.attn_tracer()
+    if tracer is None or isinstance(tracer, str):
+        broken = "".join(b.error for b in found.broken[before:])
+        tracing.install(None, tracer or broken or None)
+        return
+    tracing.install(tracer)
+    for name, plugin in manager.list_name_plugin():
+        with found.guard(name):
+            hooks = manager.subset_hook_caller("attn_op_table", _others(manager, plugin))
+            tracer.add([row for some in hooks() for row in some], name)
 
 
 def _others(manager: pluggy.PluginManager, plugin: object) -> list[object]:

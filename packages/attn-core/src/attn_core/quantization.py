@@ -7,7 +7,9 @@ border: that is ``segment_packbits(mask, mask_indptr, "little")``.
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
+from . import tracing
 from .batch import INDEX_DTYPES, first_true
 from .errors import needs
 
@@ -32,6 +34,8 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
         TypeError: ``x`` is not bool or integer.
         ValueError: ``x`` is not 1-D, or ``bitorder`` is neither ``"big"`` nor ``"little"``.
     """
+    if is_dynamo_compiling():
+        return tracing.call("packbits", x, bitorder)  # type: ignore[no-any-return]
     _check_bits(x, bitorder)
     if x.dtype == torch.bool:
         x = x.view(torch.uint8)  # a bool made by reinterpreting bytes may hold more than 0 and 1
@@ -68,6 +72,8 @@ def segment_packbits(
             at ``len(x)``; ``bitorder`` is unknown; the result would be larger than int32 can index; the
             current stream is being captured.
     """
+    if is_dynamo_compiling():
+        return tracing.call("segment_packbits", x, indptr, bitorder)  # type: ignore[no-any-return]
     _check_bits(x, bitorder)
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         wanted = "a call outside graph capture (the size of the result is read from indptr)"

@@ -7,7 +7,9 @@ row of ``draft_probs`` given with it (Leviathan, Kalman, Matias 2023; Chen et al
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
+from . import tracing
 from .errors import needs
 from .philox import philox4x32, uniform53
 
@@ -90,6 +92,12 @@ def chain_speculative_sampling(
             in [1, 2**22]. On the CPU also: a draft id is outside [-1, vocab_size). On a device it ends the
             chain as -1 does.
     """
+    if is_dynamo_compiling():
+        return tracing.call(  # type: ignore[no-any-return]
+            "chain_speculative_sampling", draft_probs, draft_token_ids, target_probs,
+            maybe_output_accepted_token_num, maybe_output_emitted_draft_token_num, deterministic, generator,
+            seed, offset,
+        )  # fmt: skip
     _check_probs(draft_probs, draft_token_ids, target_probs)
     counters = {
         "maybe_output_accepted_token_num": maybe_output_accepted_token_num,

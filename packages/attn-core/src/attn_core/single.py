@@ -6,8 +6,10 @@ import threading
 from functools import partial
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
-from .arguments import mask_bits, refuse
+from . import tracing
+from .arguments import as_dtype, mask_bits, refuse
 from .batch import single_batch
 from .errors import needs
 from .options import Dtype, make_problem
@@ -92,6 +94,12 @@ def single_decode_with_kv_cache(
     if not isinstance(q, torch.Tensor) or q.ndim != 2:
         got = tuple(q.shape) if isinstance(q, torch.Tensor) else type(q).__name__
         raise ValueError(needs("q", "shape [num_qo_heads, head_dim]", got, "core.q-shape"))
+    if is_dynamo_compiling():
+        return tracing.call(  # type: ignore[no-any-return]
+            "single", (q_scale, k_scale, v_scale), q, k, v, None, return_lse, None, None, "decode", False,
+            kv_layout, pos_encoding_mode, use_tensor_cores, window_left, logits_soft_cap, sm_scale,
+            rope_scale, rope_theta, AUTO,
+        )  # fmt: skip
     found = _attend(
         Op.DECODE_SINGLE,
         q[None],
@@ -176,6 +184,13 @@ def single_prefill_with_kv_cache(
         NotImplementedError: No backend serves the combination.
     """
     refuse(scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, kv_cache_sf=kv_cache_sf)
+    if is_dynamo_compiling():
+        return tracing.call(  # type: ignore[no-any-return]
+            "single", (None, k_scale, v_scale), q, k, v,
+            None if o_dtype is None else as_dtype("o_dtype", o_dtype), return_lse, custom_mask,
+            packed_custom_mask, "prefill", causal, kv_layout, pos_encoding_mode, True, window_left,
+            logits_soft_cap, sm_scale, rope_scale, rope_theta, backend,
+        )  # fmt: skip
     mode = mask_mode(causal, custom_mask, packed_custom_mask)
     return _attend(
         Op.PREFILL_SINGLE,

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from .errors import needs
+from .op_table import OpRow
 
 if TYPE_CHECKING:
     from .planner import Planner
@@ -27,7 +29,17 @@ _absent = "no package provides it; install attn-compile"
 
 
 class Tracer(Protocol):
-    """Turns a traced run() into one opaque operator."""
+    """Turns traced calls into opaque operators."""
+
+    def add(self, rows: Sequence[OpRow], source: str) -> None:
+        """Take over the declarations of one package; called at discovery.
+
+        Raises:
+            ValueError: A row cannot be exact; names operator, argument and fix. None of the rows is taken.
+        """
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Emit the operators of the free function ``name``; called while Dynamo traces."""
 
     def run(
         self,
@@ -73,12 +85,36 @@ def install(tracer: Tracer | None, absent: str | None = None) -> None:
         _absent = absent
 
 
-def tracer() -> Tracer:
+def tracer(what: str = "run()") -> Tracer:
     """Return the tracer.
 
     Raises:
         RuntimeError: There is none; says why.
     """
     if _tracer is None:
-        raise RuntimeError(needs("torch.compile of run()", "a registered operator", _absent, "core.tracer"))
+        raise RuntimeError(needs(f"torch.compile of {what}", "a registered operator", _absent, "core.tracer"))
     return _tracer
+
+
+def _discover() -> bool:
+    """Find the packages. Dynamo calls this while it traces, and does not look inside."""
+    from . import plugins
+
+    plugins.registry()
+    return True
+
+
+# What torch.compiler.assume_constant_result does, less the import of all of torch._dynamo.
+_discover._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def call(name: str, *args: Any) -> Any:
+    """Trace a free function: its operators take the place of its body.
+
+    A public function begins with ``if is_dynamo_compiling(): return tracing.call(name, ...)``.
+
+    Raises:
+        RuntimeError: No package registers operators; says why.
+    """
+    _discover()
+    return tracer(name).call(name, *args)
