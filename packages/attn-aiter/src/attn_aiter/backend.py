@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -76,7 +76,9 @@ class AiterBackend:
         self._dry = self.install.assumed and loader is None and torch.version.hip is None
         self._functions: dict[str, Callable[..., Any]] = {}
         self._variants: dict[Variant, Callable[..., Any]] = {}
-        self._prepared: dict[object, Reason | None] = {}
+        self._verdicts: dict[object, Reason | None] = {}
+        self._late: dict[object, Reason] = {}
+        self._late_built: set[object] = set()
         self._missing: dict[str, Verdict] = {}
         self._read: probe.AiterApi | None = None
         self._lock = threading.RLock()
@@ -118,9 +120,9 @@ class AiterBackend:
         return Reason(code, NAME, limit, got)
 
     def prepare(self, target: DeviceTarget, problem: AttentionProblem, path: str) -> Reason | None:
-        """Import what the path calls and let AITER build the variant with one tiny call.
+        """Import what the path calls; for an append, let AITER build it too.
 
-        Takes minutes the first time on a machine. ``ATTN_AITER_STRICT=1`` raises instead of passing over.
+        ``ATTN_AITER_STRICT=1`` raises instead of passing over.
 
         Raises:
             RuntimeError: Strict, and the import or the build failed.
@@ -129,30 +131,41 @@ class AiterBackend:
         """
         if self._dry:
             return None
-        key = (target, path, warm.variant(problem))
-        with self._lock:
-            if key not in self._prepared:
-                self._prepared[key] = self._prepare(target, problem, path)
-            return self._prepared[key]
-
-    def _prepare(self, target: DeviceTarget, problem: AttentionProblem, path: str) -> Reason | None:
         if problem.logits_soft_cap and path != rows.UNIFIED and warm.softsign():
             return Reason(codes.SOFTSIGN, f"{NAME}/{path}", warm.SOFTSIGN_VARIABLE, "1")
-        call = self._append.call if path == rows.APPEND else self._routes[path].call
-        declared = self.api.functions[call.key]
-        try:
-            self._functions[path] = self._load(declared.module, declared.name)
-        except load.Failed as err:
-            return self._failed(codes.IMPORT_FAILED, path, err)
-        if path in (rows.PA_V1, rows.APPEND):
-            return None  # plan() builds the one, whose variant depends on the capacity; the other is tiny
-        try:
-            warm.call(self, target, problem, path)
-        except (ValueError, torch.OutOfMemoryError, KeyboardInterrupt):
-            raise
-        except BaseException as err:  # AITER ends the process when a build fails, up to 0.1.11
-            return self._failed(codes.BUILD_FAILED, path, err)
-        return None
+        with self._lock:
+            try:
+                function = self._loaded(path)
+            except load.Failed as err:
+                return self._failed(codes.IMPORT_FAILED, path, err)
+            if path != rows.APPEND:
+                return None  # which kernel it takes follows from the batch: plan() has it built
+            return self._built(
+                (target, path),
+                path,
+                lambda: warm.append(self._append, self.api, function, target, problem),
+            )
+
+    def _loaded(self, path: str) -> Callable[..., Any]:
+        found = self._functions.get(path)
+        if found is None:
+            call = self._append.call if path == rows.APPEND else self._routes[path].call
+            declared = self.api.functions[call.key]
+            found = self._functions[path] = self._load(declared.module, declared.name)
+        return found
+
+    def _built(self, key: object, path: str, first_call: Callable[[], object]) -> Reason | None:
+        """Have AITER build a kernel, once per key; the verdict is kept, good or bad."""
+        if key not in self._verdicts:
+            try:
+                first_call()
+            except (ValueError, torch.OutOfMemoryError, KeyboardInterrupt):
+                raise
+            except BaseException as err:  # AITER ends the process when a build fails, up to 0.1.11
+                self._verdicts[key] = self._failed(codes.BUILD_FAILED, path, err)
+            else:
+                self._verdicts[key] = None
+        return self._verdicts[key]
 
     def _failed(self, code: Code, path: str, err: BaseException) -> Reason:
         text = str(err) if isinstance(err, load.Failed) else load.one_line(err)
@@ -162,39 +175,72 @@ class AiterBackend:
         return reason
 
     def plan(self, query: Query, path: str, batch: HostBatch) -> PlanResult:
-        """See the route. For ``pa_v1`` AITER builds the variant of this capacity here.
+        """See the route. AITER builds the kernel the runs will take here, which takes minutes once.
 
         Raises:
             Unsupported: The route found, late, that it cannot serve the batch, or the build failed.
+            RuntimeError: As for :meth:`prepare`.
         """
         result = self._routes[path].plan(self.api, query, batch)
-        if isinstance(result.launch, PaLaunch) and not self._dry:
-            self._build(result.launch.variant)
+        if not self._dry and result.launch is not None:
+            with self._lock:
+                reason = self._build(query.target, path, result.launch)
+            if reason is not None:
+                raise Unsupported(reason)
         return result
 
-    def _build(self, variant: Variant) -> None:
-        if variant in self._variants:
-            return
-        with self._lock:
-            compile_ = self._functions.get(rows.PA_V1)
-            if compile_ is None:
-                declared = self.api.functions[PagedAttentionV1.call.key]
-                compile_ = self._functions[rows.PA_V1] = self._load(declared.module, declared.name)
-            try:
-                with warm.watched(f"{NAME}/{rows.PA_V1}"):
-                    self._variants[variant] = compile_(**dict(variant))
-            except (ValueError, torch.OutOfMemoryError, KeyboardInterrupt):
-                raise
-            except BaseException as err:
-                raise Unsupported(self._failed(codes.BUILD_FAILED, rows.PA_V1, err)) from err
+    def _build(self, target: DeviceTarget, path: str, launch: Any) -> Reason | None:
+        try:
+            function = self._loaded(path)
+        except load.Failed as err:
+            return self._failed(codes.IMPORT_FAILED, path, err)
+        if isinstance(launch, PaLaunch):
+            return self._built(launch.variant, path, lambda: self._compile(function, launch.variant))
+        if launch.empty:
+            return None
+        kind = warm.variant(launch)
+        late = self._late.get(kind)
+        if late is not None:
+            return late
+        route = self._routes[path]
+        return self._built((target, kind), path, lambda: warm.call(route, self.api, function, target, launch))
+
+    def _compile(self, compile_: Callable[..., Any], variant: Variant) -> None:
+        with warm.watched(f"{NAME}/{rows.PA_V1}"):
+            self._variants[variant] = compile_(**dict(variant))
 
     @torch.no_grad()
     def run(self, launch: object, image: DeviceImage, io: RunIO) -> None:
-        """See the route. Never to be traced: AITER's operators declare every tensor as written."""
+        """See the route. Never to be traced: AITER's operators declare every tensor as written.
+
+        Raises:
+            RuntimeError: The log-sum-exp was not planned for, and AITER could not build that kernel.
+        """
         if launch is None:
             return
-        planned = cast("Planned", launch)
-        self._routes[planned.path].run(self._function(planned), planned, image, io)
+        planned: Any = launch
+        route, function = self._routes[planned.path], self._function(planned)
+        if io.lse is None or planned.problem.needs_lse:
+            route.run(function, planned, image, io)
+        else:
+            self._run_unplanned_lse(route, function, planned, image, io)
+
+    def _run_unplanned_lse(
+        self, route: Route, function: Callable[..., Any], launch: Any, image: DeviceImage, io: RunIO
+    ) -> None:
+        """Run a kernel of another variant than plan() had built; AITER may compile now."""
+        kind = warm.variant(launch, lse=True)
+        try:
+            route.run(function, launch, image, io)
+        except (ValueError, NotImplementedError, torch.OutOfMemoryError, KeyboardInterrupt):
+            raise
+        except BaseException as err:
+            if kind in self._late_built:
+                raise
+            reason = Reason(codes.BUILD_FAILED, f"{NAME}/{launch.path}", None, load.one_line(err))
+            self._late[kind] = reason
+            raise RuntimeError(f"{reason}; plan with needs_lse=True, and auto passes it over") from err
+        self._late_built.add(kind)
 
     def _function(self, launch: Planned) -> Callable[..., Any]:
         found = (
@@ -211,4 +257,4 @@ class AiterBackend:
     @torch.no_grad()
     def append(self, path: str, problem: AttentionProblem, io: AppendIO) -> None:
         """See :class:`attn_aiter.routes.append.Append`."""
-        self._append.append(self.api, self._functions[path], io)
+        self._append.append(self.api, self._loaded(path), io)

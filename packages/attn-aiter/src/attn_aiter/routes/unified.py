@@ -35,6 +35,7 @@ class Launch:
     """
 
     path: ClassVar[str] = rows.UNIFIED
+    empty: ClassVar[bool] = False
     problem: AttentionProblem
     function: Function
     max_q: int
