@@ -7,10 +7,12 @@ address is therefore misread here too, silently. They encode a reading of the so
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any
 
 import torch
 
+PARTITION, V_TILE = 256, 32
 DTYPES = {"_Float16": torch.float16, "__hip_bfloat16": torch.bfloat16}
 
 
@@ -67,18 +69,32 @@ class PaV1:
         scratch = n * heads * parts * (2 * 4 + dim * dtype.itemsize)
         memory(work, torch.uint8, (scratch,), (1,)).fill_(0xAB)
         for s, length in enumerate(lengths):
-            length = min(length, parts * 256)  # partitions beyond the grid are not computed
+            if length < 1:
+                outs[s] = math.nan  # the reduction reads what lies before its first partition
+                continue
+            length = min(length, parts * PARTITION)  # partitions beyond the grid are not computed
             at = torch.arange(length)
-            ids, rows = tables[s].long()[at // size], at % size
-            kk, vv = keys[ids, rows].float(), values[ids, rows].float()
-            for h in range(heads):
-                x = kk[:, h // group] @ queries[s, h].float() * scale
+            ids = tables[s].long()[at // size]
+            kk = keys[ids, at % size].float()
+            vv = values[ids, at % PARTITION % V_TILE % size].float()  # right where pages divide the tile
+            for h, kv in _heads(group, kv_heads):
+                x = kk[:, kv] @ queries[s, h].float() * scale
                 if variant["sliding_window_enabled"]:
                     x[: max(0, length - window)] = -3.4e38  # before the cap, as the kernel does
                 if variant["logits_soft_cap_enabled"]:
                     x = cap * torch.tanh(x / cap)
                 whole = dim // 64 * 64  # the loop over V's columns drops the rest
-                outs[s, h, :whole] = (x.softmax(0) @ vv[:, h // group])[:whole].to(dtype)
+                outs[s, h, :whole] = (x.softmax(0) @ vv[:, kv])[:whole].to(dtype)
+
+
+def _heads(group: int, kv_heads: int) -> list[tuple[int, int]]:
+    """Query head and kv head of each product; above 16 per group, groups overlap and heads are dropped."""
+    loops = -(-group // 16)
+    per_loop = group // loops
+    return [
+        ((kv + loop) * per_loop + row, kv)
+        for kv in range(kv_heads) for loop in range(loops) for row in range(per_loop)
+    ]  # fmt: skip
 
 
 def reshape_and_cache_flash(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,53 +13,9 @@ from attn_core.backend import RunIO
 from attn_core.batch import paged_batch
 from attn_core.problem import MaskMode, Op
 
+from .functions import Prefill
+
 PAGES = 7
-
-
-class Prefill:
-    """What mha_batch_prefill_func is documented to do with NHD pages, or with tokens in old releases."""
-
-    def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
-
-    def __call__(self, **given: Any) -> Any:
-        self.calls.append(given)
-        q, out = given["q"].float(), given["out"]
-        k, v = given["k"].float(), given["v"].float()
-        if k.ndim == 3:
-            k, v = k[:, None], v[:, None]
-        page = k.shape[1]
-        group = q.shape[1] // k.shape[2]
-        lse = torch.full((q.shape[1], q.shape[0]), math.inf)
-        cu_q, indptr = given["cu_seqlens_q"].tolist(), given["kv_indptr"].tolist()
-        ids = given["kv_page_indices"].long()
-        last = given["kv_last_page_lens"].tolist() if "kv_last_page_lens" in given else [1] * len(indptr)
-        scale = given["softmax_scale"]
-        for name in ("q_descale", "k_descale"):
-            if given.get(name) is not None:
-                scale *= float(given[name])
-        for n, (a, b) in enumerate(pairwise(cu_q)):
-            mine = ids[indptr[n] : indptr[n + 1]]
-            length = max(0, mine.numel() - 1) * page + (last[n] if mine.numel() else 0)
-            kk = k[mine].flatten(0, 1)[:length].repeat_interleave(group, 1)
-            vv = v[mine].flatten(0, 1)[:length].repeat_interleave(group, 1)
-            logits = torch.einsum("qhd,khd->hqk", q[a:b], kk) * scale
-            if given["logits_soft_cap"]:
-                logits = given["logits_soft_cap"] * torch.tanh(logits / given["logits_soft_cap"])
-            row = torch.arange(b - a)[:, None] + length - (b - a)
-            key = torch.arange(length)[None]
-            if given["causal"]:
-                logits = logits.masked_fill(key > row, -math.inf)
-            if given["window_size"][0] >= 0:
-                logits = logits.masked_fill(key < row - given["window_size"][0], -math.inf)
-            best = logits.logsumexp(-1)
-            weights = (logits - best[..., None]).exp().nan_to_num(0)
-            found = torch.einsum("hqk,khd->qhd", weights, vv)
-            if given.get("v_descale") is not None:
-                found = found * float(given["v_descale"])
-            out[a:b] = found.to(out.dtype)
-            lse[:, a:b] = torch.where(best == -math.inf, math.inf, best)
-        return (out, lse) if given["return_lse"] else out
 
 
 @pytest.fixture

@@ -188,6 +188,64 @@ def test_mutation_head_dim_that_is_no_multiple_of_64(
     assert (out[..., 64:] == 7).all()  # never written
 
 
+def test_mutation_page_size_that_does_not_divide_the_tile(
+    backend, problem, query, device_image, reference
+) -> None:
+    assert all(32 % page == 0 for page in rows.PA_PAGES)
+    p = problem(Op.DECODE, page_size=24)
+    batch = batch_of(LENGTHS, 24)
+    q, k, v = tensors(p, batch)
+    out, _ = run(backend, p, query, device_image, batch, q, k, v)
+    assert wrong(out, reference(p, batch, q, k, v)[0]) > 0.5
+
+
+def test_mutation_page_size_beyond_the_tile(backend, problem, query) -> None:
+    p = problem(Op.DECODE, page_size=64)
+    batch = batch_of(LENGTHS, 64)
+    with pytest.raises(Unsupported, match=r"static_assert.*\[aiter.build-failed\]"):
+        backend.plan(query(p, batch), rows.PA_V1, batch)
+
+
+@pytest.mark.parametrize(("group", "exact"), [(16, True), (17, False), (32, False)])
+def test_mutation_group_beyond_16(
+    backend, problem, query, device_image, reference, group: int, exact: bool
+) -> None:
+    assert rows.CAPABILITIES[rows.PA_V1].max_group == 16
+    p = problem(Op.DECODE, num_qo_heads=2 * group)
+    batch = batch_of(LENGTHS, 16)
+    q, k, v = tensors(p, batch)
+    out, _ = run(backend, p, query, device_image, batch, q, k, v)
+    error = wrong(out, reference(p, batch, q, k, v)[0])
+    assert error < 3e-2 if exact else error > 0.5
+
+
+def test_mutation_cache_of_another_type(backend, problem, query, device_image, reference) -> None:
+    """The kernel is told q's type alone; fp8 would be another entry, with scales."""
+    assert rows.CAPABILITIES[rows.PA_V1].same_dtype
+    p = problem(Op.DECODE)
+    batch = batch_of(LENGTHS, 16)
+    q, k, v = tensors(p, batch)
+    out, _ = run(backend, p, query, device_image, batch, q, k.half(), v.half())
+    assert not wrong(out, reference(p, batch, q, k, v)[0]) < 0.5
+
+
+def test_mutation_workspace_too_small(backend, problem, query, device_image) -> None:
+    """Without aiter.workspace the partial results go on past the buffer, into somebody else's memory."""
+    p = problem(Op.DECODE)
+    batch = batch_of([600, 5], 16)
+    q, k, v = tensors(p, batch)
+    backend.prepare(query(p, batch).target, p, rows.PA_V1)
+    result = backend.plan(query(p, batch), rows.PA_V1, batch)
+    memory = torch.zeros(2 * result.workspace_bytes, dtype=torch.uint8)
+    short = memory[: result.workspace_bytes - 64]
+    io = RunIO(q, k, v, torch.empty_like(q), None, short)
+    backend.run(result.launch, device_image(batch, result), io)
+    assert memory[result.workspace_bytes - 64 : result.workspace_bytes].all()
+    assert not memory[result.workspace_bytes :].any()  # what the plan asked for is enough
+    with pytest.raises(Unsupported):
+        backend.plan(query(p, batch, workspace_bytes=short.numel()), rows.PA_V1, batch)
+
+
 def test_mutation_capacity_below_the_sequence(
     backend, problem, query, device_image, reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,12 +259,15 @@ def test_mutation_capacity_below_the_sequence(
     assert wrong(run(backend, p, query, device_image, batch, q, k, v)[0], want) > 3e-2
 
 
-def test_an_empty_request_is_found_at_plan(backend, problem, query) -> None:
+def test_mutation_an_empty_request(backend, problem, query, device_image) -> None:
     p = problem(Op.DECODE)
     batch = paged_batch(1, torch.tensor([0, 1, 1]), torch.tensor([0]), torch.tensor([4, 1]), 16)
     with pytest.raises(Unsupported) as caught:
         backend.plan(query(p, batch), rows.PA_V1, batch)
     assert caught.value.reason.code == codes.EMPTY_REQUEST
+    unseen = replace(batch, min_kv_len=1)
+    out, _ = run(backend, p, query, device_image, unseen, *tensors(p, batch))
+    assert not out[1].isfinite().any()
 
 
 def test_an_empty_batch_calls_nothing(backend, kernel, problem, query, device_image) -> None:

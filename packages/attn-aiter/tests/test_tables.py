@@ -111,10 +111,10 @@ def test_capability_and_route_are_two_sets() -> None:
 @pytest.mark.parametrize(
     ("release", "slugs"),
     [
-        ("0.1.7.post2.dev18", ["aiter.one-row", "aiter.one-row", "aiter.soft-cap"]),
-        ("0.1.10", ["aiter.one-row", "aiter.one-row"]),
-        ("0.1.16", ["aiter.one-row", "aiter.one-row", "aiter.soft-cap"]),
-        ("0.1.20", ["aiter.one-row", "aiter.one-row", "aiter.soft-cap"]),
+        ("0.1.7.post2.dev18", ["aiter.one-row", "aiter.one-row", "aiter.soft-cap", "aiter.window-zero"]),
+        ("0.1.10", ["aiter.one-row", "aiter.one-row", "aiter.window-zero"]),
+        ("0.1.16", ["aiter.one-row", "aiter.one-row", "aiter.soft-cap", "aiter.window-zero"]),
+        ("0.1.20", ["aiter.one-row", "aiter.one-row", "aiter.soft-cap", "aiter.window-zero"]),
     ],
 )
 def test_defects_by_release(release: str, slugs: list[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -15,32 +14,7 @@ from attn_core.batch import paged_batch
 from attn_core.errors import Unsupported
 from attn_core.problem import MaskMode, Op
 
-
-class Unified:
-    """What unified_attention is documented to do; a row without a key is NaN."""
-
-    def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
-
-    def __call__(self, **given: Any) -> None:
-        self.calls.append(given)
-        assert given["causal"]
-        q, k, v = (given[name].float() for name in ("q", "k", "v"))
-        group = q.shape[1] // k.shape[2]
-        cu_q, window = given["cu_seqlens_q"].tolist(), 1 + given["window_size"][0]
-        for n, length in enumerate(given["seqused_k"].tolist()):
-            a, b = cu_q[n], cu_q[n + 1]
-            ids = given["block_table"][n, : -(-length // k.shape[1])].long()
-            kk = k[ids].flatten(0, 1)[:length].repeat_interleave(group, 1)
-            vv = v[ids].flatten(0, 1)[:length].repeat_interleave(group, 1)
-            x = torch.einsum("qhd,khd->hqk", q[a:b], kk) * given["softmax_scale"]
-            if given["softcap"]:
-                x = given["softcap"] * torch.tanh(x / given["softcap"])
-            row = torch.arange(b - a)[:, None] + length - (b - a)
-            key = torch.arange(length)[None]
-            hidden = (key > row) | ((key <= row - window) if window else torch.tensor(False))
-            weights = x.masked_fill(hidden, -math.inf).softmax(-1)
-            given["out"][a:b] = torch.einsum("hqk,khd->qhd", weights, vv).to(given["out"].dtype)
+from .functions import Unified
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,47 +16,10 @@ from attn_core.errors import Unsupported
 from attn_core.problem import MaskMode, Op
 from attn_core.query import GraphLimits
 
+from .functions import Varlen
+
 QO = torch.tensor([0, 5, 12], dtype=torch.int32)
 KV = torch.tensor([0, 9, 31], dtype=torch.int32)
-
-
-class Varlen:
-    """What flash_attn_varlen_func is documented to do, in float32: natural log-sum-exp ``[heads, rows]``."""
-
-    def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
-
-    def __call__(self, **given: Any) -> Any:
-        self.calls.append(given)
-        q, k, v, out = (given[n].float() for n in ("q", "k", "v", "out"))
-        group = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        out, lse = torch.zeros_like(out), torch.full((q.shape[1], q.shape[0]), math.inf)
-        cu_q, cu_k = given["cu_seqlens_q"].tolist(), given["cu_seqlens_k"].tolist()
-        assert given["max_seqlen_q"] >= max(b - a for a, b in pairwise(cu_q))
-        assert given["max_seqlen_k"] >= max(b - a for a, b in pairwise(cu_k))
-        for (a, b), (c, d) in zip(pairwise(cu_q), pairwise(cu_k), strict=True):
-            logits = torch.einsum("qhd,khd->hqk", q[a:b], k[c:d]) * given["softmax_scale"]
-            if given["logits_soft_cap"]:
-                logits = given["logits_soft_cap"] * torch.tanh(logits / given["logits_soft_cap"])
-            logits = logits.masked_fill(~self.seen(given, b - a, d - c), -math.inf)
-            best = logits.logsumexp(-1)
-            weights = (logits - best[..., None]).exp().nan_to_num(0)
-            out[a:b] = torch.einsum("hqk,khd->qhd", weights, v[c:d])
-            lse[:, a:b] = torch.where(best == -math.inf, math.inf, best)
-        given["out"].copy_(out)
-        return (given["out"], lse) if given["return_lse"] else given["out"]
-
-    @staticmethod
-    def seen(given: dict[str, Any], q_len: int, kv_len: int) -> torch.Tensor:
-        row = torch.arange(q_len)[:, None] + kv_len - q_len
-        key = torch.arange(kv_len)[None]
-        left, right = given["window_size"][:2]
-        right = 0 if given["causal"] and right < 0 else right
-        mask = torch.ones(q_len, kv_len, dtype=torch.bool)
-        if left >= 0:
-            mask &= key >= row - left
-        return mask & (key <= row + right) if right >= 0 else mask
 
 
 @pytest.fixture

@@ -13,9 +13,8 @@ from attn_aiter.backend import AiterBackend
 from attn_core import page, planner, plugins
 from attn_core.reference import ReferenceBackend
 
+from .functions import Prefill, Varlen
 from .standins import PaV1, reshape_and_cache_flash
-from .test_batch_prefill import Prefill
-from .test_varlen import Varlen
 
 PAGE, HEADS, KV_HEADS, DIM = 16, 8, 2, 64
 

@@ -50,6 +50,12 @@ SOFT_CAP = Code(
     "computes {limit} wrongly",
     meaning="Known defect of this release on this device; an explicit backend raises.",
 )
+WINDOW_ZERO = Code(
+    "aiter.window-zero",
+    _C,
+    "does not serve {limit}",
+    meaning="AITER hands a row that sees its own key only to a kernel without windows, which refuses it.",
+)
 ONE_ROW = Code(
     "aiter.one-row",
     _C,

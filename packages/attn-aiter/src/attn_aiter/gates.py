@@ -111,6 +111,8 @@ def _defect_rule(defect: Defect) -> Rule:
 def _observed(defect: Defect, query: Query) -> str:
     if defect.one_row:
         return f"q_len {query.batch.max_q_len}"
+    if defect.window_left is not None:
+        return f"window_left {query.problem.window_left}"
     return f"cap {query.problem.logits_soft_cap} at kv_len {max_kv_len(query)}"
 
 

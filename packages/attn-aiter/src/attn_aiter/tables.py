@@ -85,6 +85,7 @@ class Defect:
         masks: Mask modes.
         soft_cap: Needs a soft cap.
         one_row: Needs a request of one query row.
+        window_left: Needs this window.
         min_kv_len: Needs a request of at least this many keys.
         since: First release, inclusive.
         before: First release without it.
@@ -100,6 +101,7 @@ class Defect:
     masks: frozenset[str] = frozenset()
     soft_cap: bool = False
     one_row: bool = False
+    window_left: int | None = None
     min_kv_len: int = 0
     since: Version | None = None
     before: Version | None = None
@@ -118,6 +120,7 @@ class Defect:
             and (not self.head_dims or problem.head_dim_qk in self.head_dims)
             and (not self.masks or problem.mask.value in self.masks)
             and (not self.soft_cap or problem.logits_soft_cap > 0)
+            and (self.window_left is None or problem.window_left == self.window_left)
             and kv_len >= self.min_kv_len
         )
 
