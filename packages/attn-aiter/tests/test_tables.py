@@ -138,3 +138,28 @@ def test_slugs_are_unique() -> None:
     assert len(slugs) == len(set(slugs))
     assert all(slug.startswith("aiter.") for slug in slugs)
     assert all(code.meaning for code in codes.CODES)
+
+
+REPORTED = files("attn_aiter") / "data" / "reported"
+
+
+def test_every_reported_file_states_its_source() -> None:
+    rows = [line.split("|") for line in (REPORTED / "README.md").read_text().splitlines() if "`" in line]
+    stated = {row[1].strip().strip("`"): row[2].strip() for row in rows if len(row) > 3}
+    assert stated.keys() == {file.name for file in REPORTED.iterdir() if file.name.endswith(".csv")}
+    assert all("#" in source for source in stated.values())
+
+
+def test_operands_declared_as_written_are_safe_where_they_are_separate() -> None:
+    """The trigger moves from column to column; the rule holds (and one layout of views that was lucky)."""
+    for row in figures("compile_layouts.csv"):
+        cells = [row[name] for name in ("dynamic_false", "default", "dynamic_true")]
+        exact = all(cell == "0" for cell in cells)
+        assert exact is (row["operand"] in ("separately allocated", "(kv[:, 0], kv[:, 1])")
+                         or "separate" in row["operand"]), row  # fmt: skip
+
+
+def test_per_call_figures_have_both_devices() -> None:
+    rows = figures("per_call.csv")
+    assert len({(row["mode"], row["call"]) for row in rows}) == len(rows) == 12
+    assert all(float(row[arch]) > 0 for row in rows for arch in ("gfx942_us", "gfx950_us"))

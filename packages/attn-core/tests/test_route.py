@@ -292,3 +292,21 @@ def test_paths_are_tried_in_the_backends_own_order():
     assert decide(fake, requested="fake/m").candidate == "fake/m"
     found = explain(screen(CPU, PROBLEM, [fake]), Query(CPU, PROBLEM, SHAPE))
     assert [v.candidate for v in found] == ["fake/z", "fake/a", "fake/m"]
+
+
+def test_what_a_path_by_name_cannot_do_is_no_cause_of_a_fallback():
+    """It is listed in the decision, told of nobody, and still an error for who names it."""
+    narrow = replace(EVERYTHING, head_dims=Dims(values=frozenset({64})))
+
+    def fast(**changes):
+        backend = FakeBackend("fast", paths=(("p", narrow),))
+        backend.paths = (replace(backend.paths[0], **changes),)
+        return backend
+
+    told, untold = decide(fast(), REFERENCE), decide(fast(by_name=True), REFERENCE)
+    for decision in (told, untold):
+        assert slugs(decision.refused) == [("fast/p", "core.head-dim")]
+    assert "core.head-dim" in told.fallback_reason
+    assert untold.fallback_reason is None
+    with pytest.raises(NoRoute, match=r"core.head-dim"):
+        decide(fast(by_name=True), REFERENCE, requested="fast")

@@ -7,7 +7,6 @@ change what it says.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -89,8 +88,7 @@ def signature(path: str, lacks: Callable[[str], Verdict]) -> Rule:
         path: The path.
         lacks: Says what a path lacks; asked only where the package could be used at all.
     """
-    code = replace(codes.SIGNATURE, quiet=True) if path in rows.BY_NAME else codes.SIGNATURE
-    return Rule(code, _ops(path), frozenset({path}), lambda query: lacks(path))
+    return Rule(codes.SIGNATURE, _ops(path), frozenset({path}), lambda query: lacks(path))
 
 
 _BY_SLUG = {code.slug: code for code in codes.CODES}

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 
 import torch
 
 from attn_core.backend import Path, TensorContract
 from attn_core.capability import FP8, Capability, Dims, GraphSupport
-from attn_core.problem import AttentionProblem, MaskMode, Op
-from attn_core.query import GraphLimits
-from attn_core.reasons import Reason
-from attn_core.target import DeviceTarget
+from attn_core.problem import MaskMode, Op
 
 from .tables import native_pages
 from .versions import Version
@@ -25,34 +21,6 @@ PA_V1, UNIFIED, APPEND = "pa_v1", "unified", "append"
 
 PA_PAGES = frozenset({1, 16, 32})
 """Sizes AITER's own tests cover. The kernel would compile 12 or 24 too, and read V wrongly."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Muted(Capability):
-    """A row whose refusals are listed in a decision but not told as the cause of a fallback.
-
-    A path that ``auto`` leaves out anyway is passed over for that, not for what it could not do.
-
-    Attributes:
-        muted: Slugs of the codes concerned; None for all.
-    """
-
-    muted: frozenset[str] | None = None
-
-    def refusals(
-        self, target: DeviceTarget, problem: AttentionProblem, graph: GraphLimits | None, candidate: str
-    ) -> Iterator[Reason]:
-        """Yield what the plain row yields, with quiet codes where muted."""
-        for reason in Capability.refusals(self, target, problem, graph, candidate):
-            if self.muted is None or reason.code.slug in self.muted:
-                yield replace(reason, code=replace(reason.code, quiet=True))
-            else:
-                yield reason
-
-
-def _muted(row: Capability, *slugs: str) -> Muted:
-    values = {field.name: getattr(row, field.name) for field in fields(row)}
-    return Muted(**values, muted=frozenset(slugs) if slugs else None)
 
 
 UNIFIED_PAGES = frozenset({16, 32, 64})
@@ -86,43 +54,35 @@ CAPABILITIES = {
     GATHER: replace(_DENSE, ops=frozenset({Op.PREFILL_PAGED})),
     VARLEN: _DENSE,
     SINGLE: replace(_DENSE, ops=frozenset({Op.PREFILL_SINGLE}), graph=GraphSupport.NEVER),
-    # use_tensor_cores is a request for another kernel: leaving this one out is what was asked for.
-    PA_V1: _muted(
-        replace(
-            _DENSE,
-            ops=frozenset({Op.DECODE}),
-            # The loop over V's columns drops what is left of a multiple of 64; AITER tests these two.
-            head_dims=Dims(values=frozenset({64, 128})),
-            max_group=16,
-            page_sizes=PA_PAGES,
-            masks=frozenset({MaskMode.NONE}),
-            lse=False,
-            tensor_cores=False,
-            graph=GraphSupport.UNIFORM_BATCH,
-        ),
-        "core.tensor-cores",
+    PA_V1: replace(
+        _DENSE,
+        ops=frozenset({Op.DECODE}),
+        # The loop over V's columns drops what is left of a multiple of 64; AITER tests these two.
+        head_dims=Dims(values=frozenset({64, 128})),
+        max_group=16,
+        page_sizes=PA_PAGES,
+        masks=frozenset({MaskMode.NONE}),
+        lse=False,
+        tensor_cores=False,
+        graph=GraphSupport.UNIFORM_BATCH,
     ),
-    UNIFIED: _muted(
-        replace(
-            _DENSE,
-            ops=frozenset({Op.PREFILL_PAGED, Op.DECODE, Op.VERIFY}),
-            max_group=16,
-            page_sizes=UNIFIED_PAGES,
-            kv_orders=frozenset({"NHD", "HND"}),
-            lse=False,
-            graph=GraphSupport.NEVER,
-        )
+    UNIFIED: replace(
+        _DENSE,
+        ops=frozenset({Op.PREFILL_PAGED, Op.DECODE, Op.VERIFY}),
+        max_group=16,
+        page_sizes=UNIFIED_PAGES,
+        kv_orders=frozenset({"NHD", "HND"}),
+        lse=False,
+        graph=GraphSupport.NEVER,
     ),
-    APPEND: _muted(
-        Capability(
-            archs=ARCHS,
-            ops=frozenset({Op.APPEND}),
-            q_dtypes=HALF,
-            kv_dtypes=HALF,
-            same_dtype=True,
-            head_dim_split=False,
-            kv_orders=frozenset({"NHD"}),
-        )
+    APPEND: Capability(
+        archs=ARCHS,
+        ops=frozenset({Op.APPEND}),
+        q_dtypes=HALF,
+        kv_dtypes=HALF,
+        same_dtype=True,
+        head_dim_split=False,
+        kv_orders=frozenset({"NHD"}),
     ),
 }
 
@@ -152,4 +112,6 @@ def paths(release: Version | None) -> tuple[Path, ...]:
     rows = dict(CAPABILITIES)
     if release is not None:
         rows[NATIVE] = replace(rows[NATIVE], page_sizes=native_pages(release))
-    return tuple(Path(name, row, CONTRACTS[name], name in _HOST_INDICES) for name, row in rows.items())
+    return tuple(
+        Path(name, row, CONTRACTS[name], name in _HOST_INDICES, name in BY_NAME) for name, row in rows.items()
+    )

@@ -48,12 +48,15 @@ class Path:
         contract: What it asks of the tensors.
         host_indices: plan() reads the values of ``HostBatch.kv_indices``; costs a copy when the caller
             has them on the device.
+        by_name: For callers that name it: a PREFERENCE rule keeps it out of ``auto``, so what it cannot do
+            explains no fallback. Its refusals are listed in a decision all the same.
     """
 
     name: str
     capability: Capability
     contract: TensorContract = TensorContract()
     host_indices: bool = False
+    by_name: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,8 @@ TENSOR_CORES = Code(
     "core.tensor-cores",
     _C,
     "serves use_tensor_cores=False only",
-    meaning="Decode was asked for on the matrix path.",
+    quiet=True,
+    meaning="Decode was asked for on the matrix path: leaving this one out is what was asked for.",
 )
 BATCH_INVARIANT = Code(
     "core.batch-invariant",

@@ -158,7 +158,14 @@ def _static(
     first = tuple(r for r in stated if r.code.stage is Stage.AVAILABILITY)
     if missing is not None and not first:
         first = (replace(missing, candidate=name),)
-    return first or stated
+    return _quieted(path, first or stated)
+
+
+def _quieted(path: Path, reasons: tuple[Reason, ...]) -> tuple[Reason, ...]:
+    """What is said of a path that ``auto`` leaves out anyway is nobody's cause for a fallback."""
+    if not path.by_name:
+        return reasons
+    return tuple(replace(reason, code=replace(reason.code, quiet=True)) for reason in reasons)
 
 
 def _dynamic(candidate: Candidate, query: Query, *, prefer: bool) -> tuple[Reason, ...]:
@@ -167,7 +174,7 @@ def _dynamic(candidate: Candidate, query: Query, *, prefer: bool) -> tuple[Reaso
     if not said:
         return ()
     wrong = tuple(r for r in said if r.code.stage is not Stage.PREFERENCE)
-    return wrong or (said if prefer else ())
+    return _quieted(candidate.path, wrong or (said if prefer else ()))
 
 
 def _prepare(screened: Screened, candidate: Candidate) -> tuple[Reason, ...]:
@@ -180,7 +187,7 @@ def _prepare(screened: Screened, candidate: Candidate) -> tuple[Reason, ...]:
     if reason is None:
         screened.prepared.add(candidate.name)
         return ()
-    return (replace(reason, candidate=candidate.name),)
+    return _quieted(candidate.path, (replace(reason, candidate=candidate.name),))
 
 
 def choose(screened: Screened, query: Query, *, passed: Iterable[Reason] = ()) -> RouteDecision:
