@@ -59,6 +59,7 @@ def special(op: Op, arch: str) -> Iterator[tuple[str, dict[str, Any]]]:
         return
     yield "soft cap", {"logits_soft_cap": 30.0}
     yield "window", {"window_left": 127}
+    yield "window 0", {"window_left": 0}
     yield "lse", {"needs_lse": True}
     if op in (Op.DECODE, Op.VERIFY, Op.DECODE_SINGLE):
         yield "tensor cores", {"use_tensor_cores": True}

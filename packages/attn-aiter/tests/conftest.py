@@ -11,13 +11,16 @@ import pytest
 import torch
 
 from attn_aiter import load
-from attn_core import notices
+from attn_aiter.backend import AiterBackend
+from attn_core import notices, page, planner, plugins
 from attn_core.batch import HostBatch
 from attn_core.plan_image import index_parts
 from attn_core.problem import AttentionProblem, MaskMode, Op, PagedKV, RaggedKV
 from attn_core.query import GraphLimits, Query
 from attn_core.reference import ReferenceBackend
 from attn_core.target import DeviceTarget
+
+from .wrapping import Kernels
 
 torch.set_num_threads(1)
 
@@ -140,3 +143,15 @@ def install(tmp_path: Path) -> Callable[..., Path]:
         return root
 
     return make
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
+    """Stand-in kernels behind attn-core's wrappers, on CPU tensors of a device said to be a gfx942."""
+    found = Kernels()
+    using = (AiterBackend({"assume_version": "0.1.20"}, loader=found), ReferenceBackend())
+    monkeypatch.setattr(planner, "target_of", lambda device: GFX942)
+    monkeypatch.setattr(page, "target_of", lambda device: GFX942)
+    before = plugins.use(plugins.Registry(using, (), (), {}))
+    yield found
+    plugins.use(before)

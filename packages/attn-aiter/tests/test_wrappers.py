@@ -2,67 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import attn_core
-from attn_aiter.backend import AiterBackend
-from attn_core import page, planner, plugins
-from attn_core.reference import ReferenceBackend
 
-from .functions import Prefill, Varlen
-from .standins import PaV1, reshape_and_cache_flash
-
-PAGE, HEADS, KV_HEADS, DIM = 16, 8, 2, 64
-
-
-class Kernels:
-    """Stand-ins by AITER's names, as the loader asks for them."""
-
-    def __init__(self) -> None:
-        self.pa, self.varlen, self.prefill = PaV1(), Varlen(), Prefill()
-
-    def __call__(self, module: str, name: str) -> Callable[..., Any]:
-        return {
-            "compile": self.pa,
-            "flash_attn_varlen_func": self.varlen,
-            "mha_batch_prefill_func": self.prefill,
-            "reshape_and_cache_flash": reshape_and_cache_flash,
-        }[name]
-
-
-@pytest.fixture
-def kernels(gfx942, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
-    found = Kernels()
-    using = (AiterBackend({"assume_version": "0.1.20"}, loader=found), ReferenceBackend())
-    monkeypatch.setattr(planner, "target_of", lambda device: gfx942)
-    monkeypatch.setattr(page, "target_of", lambda device: gfx942)
-    before = plugins.use(plugins.Registry(using, (), (), {}))
-    yield found
-    plugins.use(before)
-
-
-def workspace(size: int = 1 << 20) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8)
-
-
-def cache(count: int = 9, page_size: int = PAGE) -> torch.Tensor:
-    torch.manual_seed(0)
-    return torch.randn(count, 2, page_size, KV_HEADS, DIM).half()
-
-
-def table(lengths: list[int], page_size: int = PAGE) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    counts = torch.tensor([-(-n // page_size) for n in lengths])
-    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).int()
-    ids = torch.randperm(int(indptr[-1]), generator=torch.Generator().manual_seed(1)).int()
-    return indptr, ids, torch.tensor([(n - 1) % page_size + 1 for n in lengths], dtype=torch.int32)
-
-
-def close(a: torch.Tensor, b: torch.Tensor) -> None:
-    torch.testing.assert_close(a.float(), b.float(), atol=1e-2, rtol=1e-2)
+from .wrapping import DIM, HEADS, KV_HEADS, PAGE, Kernels, cache, close, table, workspace
 
 
 def decode(backend: str, lengths: list[int], q: torch.Tensor, kv: torch.Tensor, **options: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from attn_core import notices
 from attn_core.backend import DeviceImage, PlanResult, RunIO
 from attn_core.batch import INT32_MAX, HostBatch
 from attn_core.errors import Unsupported, needs
@@ -30,6 +31,11 @@ PARTITION = 256
 """Tokens a block of the kernel reduces; it is written for this number only."""
 _WAVE = 64
 _TYPES = {torch.float16: "_Float16", torch.bfloat16: "__hip_bfloat16"}
+
+_CAPTURES_ALL = (
+    "aiter/pa_v1: captured for sequences as long as the whole index buffer; a wrapper with max_seq_len has a "
+    f"cheaper graph [{codes.GRAPH_CAPACITY.slug}]"
+)
 
 Variant = tuple[tuple[str, object], ...]
 
@@ -92,6 +98,8 @@ class PagedAttentionV1:
         if batch.min_kv_len < 1:
             raise Unsupported(Reason(codes.EMPTY_REQUEST, "aiter/pa_v1", None, "kv_len 0"))
         assert p.page_size is not None
+        if query.graph is not None and query.graph.max_kv_len is None:
+            notices.warn_once((query.target, codes.GRAPH_CAPACITY), _CAPTURES_ALL)
         longest = max_kv_len(query)
         partitions = -(-longest // PARTITION)
         width = -(-longest // p.page_size)
