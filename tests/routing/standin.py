@@ -28,18 +28,19 @@ TARGETS = {
 
 
 class Fa2:
-    """Says it can do everything on four devices; computes nothing."""
+    """Says it can do everything, by one path on three GPUs and by another on the CPU; computes nothing."""
 
     api_version = API_VERSION
     name = "fa2"
     rank = 100
     rules: tuple[Rule, ...] = ()
-    paths = (
+    paths = tuple(
         Path(
-            "tile",
+            name,
             Capability(
-                archs=frozenset({"gfx942", "gfx950", "sm_90", "cpu"}),
+                archs=archs,
                 ops=frozenset(Op),
+                q_dtypes=FLOATS if name == "cpu" else FLOATS - {torch.float32},
                 kv_dtypes=FLOATS | FP8,
                 masks=frozenset(MaskMode),
                 pos_encodings=frozenset(PosEncoding),
@@ -48,7 +49,11 @@ class Fa2:
                 batch_invariant=True,
                 graph=GraphSupport.ALWAYS,
             ),
-        ),
+        )
+        for name, archs in (
+            ("tile", frozenset({"gfx942", "gfx950", "sm_90"})),
+            ("cpu", frozenset({"cpu"})),
+        )
     )
 
     def unavailable(self, target: DeviceTarget) -> Reason | None:

@@ -11,14 +11,15 @@ import torch
 
 from attn_core import plugins
 from attn_core.batch import HostBatch, paged_batch
+from attn_core.capability import ARCH
 from attn_core.decode import BatchDecodeWithPagedKVCacheWrapper
 from attn_core.errors import NoRoute
 from attn_core.prefill import BatchPrefillWithPagedKVCacheWrapper
 from attn_core.problem import AttentionProblem, Op, PagedKV
 from attn_core.query import GraphLimits, Query
-from attn_core.reasons import Reason, Stage
+from attn_core.reasons import Reason
 from attn_core.target import DeviceTarget, parse_target
-from attn_hip import build, codes
+from attn_hip import build, codes, variants
 from attn_hip.backend import Fa2Backend
 from attn_hip.host import Host
 from attn_hip.plan import Style, style_of
@@ -151,8 +152,9 @@ def batch_of(q_len: int) -> HostBatch:
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_90"])
 @pytest.mark.parametrize(("q_len", "tile"), [(1, 16), (4, 16), (5, 64)])
 def test_a_captured_verify_gets_the_tile_of_an_eager_one(
-    native: Any, arch: str, q_len: int, tile: int
+    native: Any, monkeypatch: pytest.MonkeyPatch, arch: str, q_len: int, tile: int
 ) -> None:
+    monkeypatch.setattr(variants, "tiles", lambda arch, problem: (16, 64))
     target = parse_target(arch)
     for captured in (False, True):
         style = style_of(native, query(target, q_len, captured))
@@ -170,13 +172,12 @@ def test_cpu_styles(native: Any) -> None:
     assert style_of(native, wide).max_heads == 4
 
 
-def test_devices_without_kernels_are_named_as_such() -> None:
+def test_a_gpu_elsewhere_is_answered_for_a_complete_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ATTN_HIP_RUNTIME", raising=False)
     backend = Fa2Backend()
-    for arch in ("gfx942", "gfx950", "sm_90"):
-        reason = backend.unavailable(parse_target(arch))
-        assert reason is not None
-        assert reason.code.stage is Stage.AVAILABILITY
-        assert reason.text == f"device kernels for {arch} are not part of this version"
+    for arch in ("gfx942", "gfx950", "sm_90", "gfx1201"):
+        target = replace(parse_target(arch), index=7)  # no machine of ours has eight
+        assert backend.unavailable(target) is None
     assert backend.unavailable(CPU) is None
 
 
@@ -204,7 +205,10 @@ def test_a_failed_build_falls_back_and_says_so(
         assert "error: no (log: /x)" in str(wrapper.backend_fallback_reason)
         with pytest.raises(NoRoute, match=r"error: no \(log: /x\) \[fa2\.build\]") as raised:
             cache.decode(1, 4)
-        assert [reason.code for reason in raised.value.reasons] == [codes.BUILD]
+        assert [(reason.candidate, reason.code) for reason in raised.value.reasons] == [
+            ("fa2/tile", ARCH),
+            ("fa2/cpu", codes.BUILD),
+        ]
     finally:
         plugins.use(old)
 
@@ -267,6 +271,6 @@ def test_a_replay_cannot_leave_its_arrays(native: Any) -> None:
 
 
 def test_reasons_are_values() -> None:
-    reason = Reason(codes.BUILD, "fa2/tile", None, "x")
-    assert str(reason) == "fa2/tile: needs its CPU kernels to build, got x [fa2.build]"
+    reason = Reason(codes.BUILD, "fa2/cpu", None, "x")
+    assert str(reason) == "fa2/cpu: needs its CPU kernels to build, got x [fa2.build]"
     assert len({code.slug for code in codes.CODES}) == len(codes.CODES)

@@ -152,20 +152,20 @@ def test_more_items_than_can_be_numbered_are_refused(native: Any) -> None:
         plan(native, Asked((1,) * 64, (2_000_000,) * 64, num_kv_heads=1, split=1))
 
 
-# The tile of a GPU: 16 up to 16 packed rows, else 64; head dims from 256 always 64. Unlike requests count
-# by their mean, captured ones by the longest that fits.
+# The tile of a GPU: 16 up to 16 packed rows, 128 from 256 on, else 64. Unlike requests count by their mean,
+# captured ones by the longest that fits.
 @pytest.mark.parametrize(
-    ("batch", "q_len", "group", "dim", "captured", "tile"),
+    ("batch", "q_len", "group", "captured", "tile"),
     [
-        (4, 4, 4, 128, False, 16), (4, 4, 4, 128, True, 16), (4, 5, 4, 128, False, 64),
-        (4, 5, 4, 128, True, 64), (4, 1, 16, 128, True, 16), (4, 1, 17, 128, True, 64),
-        (4, 1, 1, 256, False, 64), (64, 2, 8, 64, True, 16),
+        (4, 4, 4, False, 16), (4, 4, 4, True, 16), (4, 5, 4, False, 64), (4, 5, 4, True, 64),
+        (4, 1, 16, True, 16), (4, 1, 17, True, 64), (64, 2, 8, True, 16), (4, 0, 4, False, 16),
+        (4, 63, 4, False, 64), (4, 63, 4, True, 64), (4, 64, 4, False, 128), (4, 64, 4, True, 128),
     ],
 )  # fmt: skip
 def test_tile_of_equal_requests_is_the_same_under_capture(
-    native: Any, batch: int, q_len: int, group: int, dim: int, captured: bool, tile: int
+    native: Any, batch: int, q_len: int, group: int, captured: bool, tile: int
 ) -> None:
-    assert native.cta_tile_q(batch * q_len, batch, q_len, group, dim, captured) == tile
+    assert native.cta_tile_q(batch * q_len, batch, q_len, group, captured) == tile
 
 
 @pytest.mark.parametrize(
@@ -175,13 +175,14 @@ def test_tile_of_equal_requests_is_the_same_under_capture(
         (16, 4, 4, True, 64),  # one request may have 13 rows: 52 packed
         (4, 4, 4, True, 16),  # a row each: nobody can have more
         (8, 4, 4, True, 64), (6, 3, 4, True, 16), (5, 2, 4, True, 16), (6, 2, 4, True, 64),
+        (255, 4, 4, False, 64), (256, 4, 4, False, 128), (66, 3, 4, True, 128), (65, 3, 4, True, 64),
         (19, 4, 4, False, 64), (18, 4, 4, False, 64), (17, 4, 4, False, 64), (0, 0, 4, False, 16),
     ],
 )  # fmt: skip
 def test_tile_of_unlike_requests(
     native: Any, total_q: int, batch: int, group: int, captured: bool, tile: int
 ) -> None:
-    assert native.cta_tile_q(total_q, batch, -1, group, 128, captured) == tile
+    assert native.cta_tile_q(total_q, batch, -1, group, captured) == tile
 
 
 def balance(items: list[Item], units: int, least: int) -> float:

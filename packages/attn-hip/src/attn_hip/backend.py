@@ -1,6 +1,8 @@
-"""Backend ``fa2``: the in-tree kernels."""
+"""Backend ``fa2``: the in-tree kernels, path ``tile`` on GPUs and path ``cpu`` on the host."""
 
 from __future__ import annotations
+
+import torch
 
 from attn_core.backend import API_VERSION, AppendIO, DeviceImage, Path, PlanResult, RunIO, TensorContract
 from attn_core.batch import HostBatch
@@ -8,20 +10,19 @@ from attn_core.capability import FLOATS, FP8, Capability, Dims, GraphSupport
 from attn_core.problem import AttentionProblem, MaskMode, Op, PosEncoding
 from attn_core.query import Query
 from attn_core.reasons import Reason
-from attn_core.rules import Rule
-from attn_core.target import DeviceTarget
+from attn_core.rules import Rule, Verdict
+from attn_core.target import DeviceTarget, target_of
 
-from . import codes
+from . import codes, launch, launch_gpu, plan, toolchain, variants
+from .gpu import Gpu
 from .host import CANDIDATE, Host
-from .launch import Launch, append, run
-from .plan import plan
 
 NAME = CANDIDATE
-GPUS = ("gfx942", "gfx950", "sm_90")
-"""Devices that the kernels are written for and not yet built for."""
+TILE, CPU = "tile", "cpu"
+_HALVES = frozenset({torch.float16, torch.bfloat16})
 
-CAPABILITY = Capability(
-    archs=frozenset({"cpu", *GPUS}),
+CPU_CAPABILITY = Capability(
+    archs=frozenset({"cpu"}),
     ops=frozenset(Op),
     q_dtypes=FLOATS,
     kv_dtypes=FLOATS | FP8,
@@ -34,48 +35,93 @@ CAPABILITY = Capability(
     batch_invariant=True,
     graph=GraphSupport.ALWAYS,
 )
+GPU_CAPABILITY = Capability(
+    archs=frozenset(toolchain.ARCHS),
+    ops=frozenset(Op),
+    q_dtypes=_HALVES,
+    kv_dtypes=_HALVES | FP8,
+    o_dtypes=FLOATS,
+    head_dims=Dims(at_most=256),
+    masks=frozenset(MaskMode),
+    pos_encodings=frozenset(PosEncoding),
+    window=True,
+    soft_cap=True,
+    batch_invariant=True,
+    graph=GraphSupport.ALWAYS,
+)
+
+
+def _mixed(query: Query) -> Verdict:
+    p = query.problem
+    return None if p.kv_dtype in (p.q_dtype, *FP8) else (_name(p.q_dtype), _name(p.kv_dtype))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_ATTENDS = frozenset(Op) - {Op.APPEND}
+RULES = (Rule(codes.MIXED_TYPES, _ATTENDS, frozenset({TILE}), _mixed),)
 
 
 class Fa2Backend:
-    """The kernels of attn-hip on the host CPU, built on first use."""
+    """The kernels of attn-hip, built on first use."""
 
     api_version = API_VERSION
     name = NAME
     rank = 100
-    paths = (Path("tile", CAPABILITY, TensorContract(q="dense")),)
-    rules: tuple[Rule, ...] = ()
+    paths = (
+        Path(TILE, GPU_CAPABILITY, TensorContract(q="dense")),
+        Path(CPU, CPU_CAPABILITY, TensorContract(q="dense")),
+    )
+    rules: tuple[Rule, ...] = RULES
     codes = codes.CODES
 
     def __init__(self) -> None:
         self._host = Host()
+        self._gpu = Gpu()
 
     def unavailable(self, target: DeviceTarget) -> Reason | None:
-        """Say that there is no device code, or nothing to build CPU code with.
+        """Say that something is missing on this machine; a GPU elsewhere is assumed to have what it needs.
 
         Raises:
             ValueError: ``ATTN_CPU_ISA`` names what this CPU cannot run.
         """
-        if target.kind != "cpu":
-            return Reason(codes.DEVICE, NAME, target.arch)
-        return self._host.unavailable()
+        if target.kind == "cpu":
+            return self._host.unavailable()
+        return self._gpu.unavailable(target)
 
     def prepare(self, target: DeviceTarget, problem: AttentionProblem, path: str) -> Reason | None:
-        """Load the native module; the first time on a machine this compiles it."""
-        return self._host.prepare()
+        """Load the native module, and a GPU's kernels; the first time on a machine this compiles them."""
+        failed = self._host.prepare()
+        if failed is not None or path != TILE:
+            return failed
+        return self._gpu.prepare(self._host.module(), target, problem)
 
     def plan(self, query: Query, path: str, batch: HostBatch) -> PlanResult:
         """Cut the batch into work items, in native code."""
-        return plan(self._host.module(), query, batch)
+        if path == CPU:
+            return plan.plan(self._host.module(), query, batch)
+        return plan.plan_gpu(self._host.module(), self._gpu, query, batch)
 
-    def run(self, launch: object, image: DeviceImage, io: RunIO) -> None:
-        """Compute on torch's number of threads."""
-        assert isinstance(launch, Launch)
-        run(launch, image, io)
+    def run(self, launched: object, image: DeviceImage, io: RunIO) -> None:
+        """Compute: on torch's number of threads, or enqueued on the current stream of the GPU."""
+        if isinstance(launched, launch_gpu.GpuLaunch):
+            launch_gpu.run(launched, image, io)
+            return
+        assert isinstance(launched, launch.Launch)
+        launch.run(launched, image, io)
 
     def append(self, path: str, problem: AttentionProblem, io: AppendIO) -> None:
         """Write the rows into their slots."""
-        append(self._host.module(), f"{NAME}/{path}", problem, io)
+        native, candidate = self._host.module(), f"{NAME}/{path}"
+        if path == CPU:
+            launch.append(native, candidate, problem, io)
+            return
+        target = target_of(io.k.device)
+        kernel = self._gpu.get(target, variants.misc_variants(target.arch)["append"])
+        launch_gpu.append(native, kernel, candidate, problem, io)
 
     def doctor(self) -> dict[str, object]:
-        """Return instruction set, compiler, cache and build."""
-        return self._host.state()
+        """Return instruction set, compilers, cache and builds."""
+        return {**self._host.state(), **self._gpu.state()}

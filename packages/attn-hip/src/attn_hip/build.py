@@ -15,7 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
@@ -31,7 +31,7 @@ FLAGS = (
     "-std=c++17", "-O2", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off",
     "-fvisibility=hidden", "-fPIC", "-pthread", f"-DATTN_MODULE={MODULE}",
 )  # fmt: skip
-UNITS = ("kernels_cpu.cpp", "bind.cpp", "planner.cpp", "pool.cpp")
+UNITS = ("kernels_cpu.cpp", "bind.cpp", "planner.cpp", "pool.cpp", "gpu_launch.cpp")
 """Translation units, the slowest first."""
 
 _SOURCES = Path(__file__).parent / "csrc"
@@ -103,15 +103,20 @@ class Recipe:
 
 def recipe(name: str) -> Recipe:
     """Read the sources, and every header they include, as they are now. ``name`` is an instruction set."""
+    extra = shlex.split(os.environ.get(FLAGS_VARIABLE, ""))
+    return Recipe(name, gather(UNITS), (*FLAGS, *isa.FLAGS[name], *extra))
+
+
+def gather(units: Iterable[str]) -> dict[str, bytes]:
+    """Return the bytes of sources and of every header that they include, by file name."""
     sources: dict[str, bytes] = {}
-    wanted = list(UNITS)
+    wanted = list(units)
     while wanted:
         file = wanted.pop()
         if file not in sources:
             sources[file] = (_SOURCES / file).read_bytes()
             wanted += (included.decode() for included in _INCLUDE.findall(sources[file]))
-    extra = shlex.split(os.environ.get(FLAGS_VARIABLE, ""))
-    return Recipe(name, sources, (*FLAGS, *isa.FLAGS[name], *extra))
+    return sources
 
 
 def compiler_command() -> tuple[str, ...] | None:
@@ -208,7 +213,7 @@ def _build(want: Recipe, compiler: Compiler, progress: Progress | None) -> Path:
         log = work / "build.log"
         status = _run_ninja(work, log, progress)
         if status:
-            first = _first_error(log)
+            first = first_error(log)
             kept = cache.keep_log(key, log)
             raise BuildError(f"{first} (log: {kept})")
         facts = {
@@ -292,7 +297,7 @@ def _run_ninja(work: Path, log: Path, progress: Progress | None) -> int:
     return process.returncode
 
 
-def _first_error(log: Path) -> str:
+def first_error(log: Path) -> str:
     """Return the first line of a log that states an error, else its last line."""
     last = "no output"
     with log.open(encoding="utf-8", errors="replace") as lines:

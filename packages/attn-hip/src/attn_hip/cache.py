@@ -1,6 +1,6 @@
 """Where built kernels are kept. An entry is published at once, checked when read, and never half there.
 
-``<root>/attn-hip/<key>/`` holds ``manifest.json`` and the shared object it names by size and SHA-256. The
+``<root>/attn-hip/<key>/`` holds ``manifest.json`` and the built file it names by size and SHA-256. The
 root is ``ATTN_CACHE_DIR``, else ``attn`` in the user's cache directory.
 """
 
@@ -156,7 +156,7 @@ def publish(key: str, built: Path, facts: Mapping[str, object]) -> Path:
     data = built.read_bytes()
     digest = hashlib.sha256(data).hexdigest()
     entry = root() / key
-    place = entry / f"native-{digest[:16]}.so"
+    place = entry / f"{built.stem}-{digest[:16]}{built.suffix}"
     said = {"file": place.name, "size": len(data), "sha256": digest, **facts}
     listed = built.with_name(_MANIFEST)
     try:

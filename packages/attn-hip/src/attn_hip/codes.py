@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from attn_core.reasons import Code, Stage
 
-DEVICE = Code(
-    "fa2.device",
+DRIVER = Code(
+    "fa2.driver",
     Stage.AVAILABILITY,
-    "device kernels for {limit} are not part of this version",
-    meaning="This version computes on the host CPU only; other backends serve GPUs.",
+    "needs the driver of {limit} in this process",
+    meaning="The library that loads and launches kernels was not found; for ROCm it is the libamdhip64 that "
+    "torch has loaded, and ATTN_HIP_RUNTIME names another.",
+)
+DEVICE_COMPILER = Code(
+    "fa2.device-compiler",
+    Stage.AVAILABILITY,
+    "needs {limit}, or code objects built ahead of time",
+    meaning="The package carries no code objects for the device, the cache holds none, and no compiler was "
+    "found; 'attn build --arch ...' makes them on another machine.",
 )
 COMPILER = Code(
     "fa2.compiler",
@@ -28,10 +36,30 @@ BUILD = Code(
     "needs its CPU kernels to build",
     meaning="The compiler failed; the message quotes its first error and names the log.",
 )
+DEVICE_BUILD = Code(
+    "fa2.device-build",
+    Stage.PREPARE,
+    "needs its kernels for {limit} to build",
+    meaning="The device compiler failed; the message quotes its first error and names the log.",
+)
+LOAD = Code(
+    "fa2.load",
+    Stage.PREPARE,
+    "needs its kernels for {limit} to load",
+    meaning="The driver refused a code object; the message is the driver's.",
+)
+MIXED_TYPES = Code(
+    "fa2.mixed-types",
+    Stage.CAPABILITY,
+    "on a GPU takes k/v of q's type {limit} or of an 8-bit type",
+    meaning="The GPU kernels multiply what they read as q's type; an fp8 cache is widened to it.",
+)
 CACHE_STRIDE = Code(
     "fa2.cache-stride",
     Stage.CAPABILITY,
     "appends to a cache with stride {limit} over head_dim",
     meaning="The elements of a head of the cache are not next to each other.",
 )
-CODES = (DEVICE, COMPILER, CACHE, BUILD, CACHE_STRIDE)
+CODES = (
+    DRIVER, DEVICE_COMPILER, COMPILER, CACHE, BUILD, DEVICE_BUILD, LOAD, MIXED_TYPES, CACHE_STRIDE,
+)  # fmt: skip

@@ -1,7 +1,8 @@
-"""Hands the tensors of one run to the native kernels."""
+"""Hands the tensors of one run to the native kernels of the CPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -16,11 +17,11 @@ from attn_core.reasons import Reason
 from . import codes
 
 _ITEM_WORDS = 8
-_DTYPES = {
+DTYPES = {
     torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3, torch.float8_e4m3fnuz: 4,
 }  # fmt: skip
-_MASKS = {MaskMode.NONE: 0, MaskMode.CAUSAL: 1, MaskMode.CUSTOM: 2}
-_POSITIONS = {PosEncoding.NONE: 0, PosEncoding.ROPE_LLAMA: 1, PosEncoding.ALIBI: 2}
+MASKS = {MaskMode.NONE: 0, MaskMode.CAUSAL: 1, MaskMode.CUSTOM: 2}
+POSITIONS = {PosEncoding.NONE: 0, PosEncoding.ROPE_LLAMA: 1, PosEncoding.ALIBI: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,9 @@ def kernel_of(native: Any, problem: AttentionProblem) -> Any:
     """Return the native kernel of a problem."""
     p = problem
     return native.Kernel(
-        _DTYPES[p.q_dtype], _DTYPES[p.kv_dtype], _DTYPES[p.o_dtype], p.num_qo_heads, p.num_kv_heads,
-        p.head_dim_qk, p.head_dim_vo, p.page_size or 0, p.kv.order == "HND", _MASKS[p.mask],
-        _POSITIONS[p.pos_encoding], p.window_left, p.sm_scale, p.logits_soft_cap, p.rope_theta, p.rope_scale,
+        DTYPES[p.q_dtype], DTYPES[p.kv_dtype], DTYPES[p.o_dtype], p.num_qo_heads, p.num_kv_heads,
+        p.head_dim_qk, p.head_dim_vo, p.page_size or 0, p.kv.order == "HND", MASKS[p.mask],
+        POSITIONS[p.pos_encoding], p.window_left, p.sm_scale, p.logits_soft_cap, p.rope_theta, p.rope_scale,
     )  # fmt: skip
 
 
@@ -59,15 +60,15 @@ def run(launch: Launch, image: DeviceImage, io: RunIO) -> None:
     """
     out, lse = io.out, io.lse
     if (out.stride(2) != 1 and out.shape[2] > 1) or (lse is not None and not lse.is_contiguous()):
-        _run_strided(launch, image, io)
+        run_strided(lambda dense: run(launch, image, dense), io)
         return
     q, k, v = io.q, io.k, io.v
     paged, masked = "kv_indices" in image, "custom_mask" in image
     items, merges = image["items"], image["merges"]
     floats, pointers = _NEUTRAL
     q_scale, k_scale, v_scale = io.q_scale, io.k_scale, io.v_scale
-    if not q_scale == k_scale == v_scale == 1.0:
-        floats, pointers = _scales(q_scale, k_scale, v_scale)
+    if not neutral(q_scale, k_scale, v_scale):
+        floats, pointers = scales_of(q_scale, k_scale, v_scale)
     launch.kernel.run(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(),
         q.stride(), k.stride(), v.stride(), out.stride(),
@@ -85,7 +86,12 @@ Scales = tuple[list[float], list[int]]
 _NEUTRAL: Scales = ([1.0, 1.0, 1.0], [0, 0, 0])
 
 
-def _scales(*scales: float | torch.Tensor) -> Scales:
+def neutral(*scales: float | torch.Tensor) -> bool:
+    """Say whether no scale changes anything, as far as is known without reading a tensor."""
+    return all(type(scale) is float and scale == 1.0 for scale in scales)
+
+
+def scales_of(*scales: float | torch.Tensor) -> Scales:
     """Return each scale as a number and a pointer; one of them is neutral.
 
     A tensor that the caller holds is read by the kernel, when it runs; its type was settled by the core.
@@ -102,12 +108,11 @@ def _scales(*scales: float | torch.Tensor) -> Scales:
 
 
 @torch.no_grad()
-def _run_strided(launch: Launch, image: DeviceImage, io: RunIO) -> None:
+def run_strided(run_dense: Callable[[RunIO], None], io: RunIO) -> None:
     """Run into dense memory and copy: kernels write a head in one piece, and lse without gaps."""
     out = torch.empty_like(io.out, memory_format=torch.contiguous_format)
     lse = None if io.lse is None else torch.empty_like(io.lse, memory_format=torch.contiguous_format)
-    dense = RunIO(io.q, io.k, io.v, out, lse, io.workspace, io.q_scale, io.k_scale, io.v_scale)
-    run(launch, image, dense)
+    run_dense(RunIO(io.q, io.k, io.v, out, lse, io.workspace, io.q_scale, io.k_scale, io.v_scale))
     io.out.copy_(out)
     if io.lse is not None and lse is not None:
         io.lse.copy_(lse)
@@ -119,17 +124,33 @@ def append(native: Any, candidate: str, problem: AttentionProblem, io: AppendIO)
     Raises:
         Unsupported: A head of the cache is not dense.
     """
-    key, value, k, v = io.key, io.value, io.k, io.v
-    for cache in (k, v):
+    rows = append_rows(candidate, io)
+    native.append(append_params(native, problem, *rows, io), torch.get_num_threads())
+
+
+def append_rows(candidate: str, io: AppendIO) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return key and value with dense heads.
+
+    Raises:
+        Unsupported: A head of the cache is not dense.
+    """
+    for cache in (io.k, io.v):
         if cache.stride(3) != 1 and cache.shape[3] > 1:
             raise Unsupported(Reason(codes.CACHE_STRIDE, candidate, 1, cache.stride(3)))
-    key, value = (rows if rows.stride(2) == 1 else rows.contiguous() for rows in (key, value))
-    native.append(
+    key, value = (rows if rows.stride(2) == 1 else rows.contiguous() for rows in (io.key, io.value))
+    return key, value
+
+
+def append_params(
+    native: Any, problem: AttentionProblem, key: torch.Tensor, value: torch.Tensor, io: AppendIO
+) -> Any:
+    """Return the parameters of an append as native code takes them."""
+    k, v = io.k, io.v
+    return native.Append(
         key.data_ptr(), value.data_ptr(), k.data_ptr(), v.data_ptr(),
         io.batch_indices.data_ptr(), io.positions.data_ptr(),
         io.kv_indices.data_ptr(), io.kv_indptr.data_ptr(),
         key.stride(), value.stride(), k.stride(), v.stride(), problem.kv.order == "HND",
         key.shape[0], min(k.shape[0], v.shape[0]), io.kv_indptr.numel() - 1, io.kv_indices.numel(),
-        _DTYPES[k.dtype], key.shape[1], key.shape[2], value.shape[2], problem.page_size or 0,
-        torch.get_num_threads(),
+        DTYPES[k.dtype], key.shape[1], key.shape[2], value.shape[2], problem.page_size or 0,
     )  # fmt: skip

@@ -13,14 +13,17 @@ from attn_core.batch import HostBatch
 from attn_core.problem import AttentionProblem, MaskMode, Op
 from attn_core.query import GraphLimits, Query
 
+from . import variants
+from .gpu import Gpu
 from .launch import Launch, kernel_of
+from .launch_gpu import GpuLaunch, tables_of
 
 _SPLIT_AUTO, _SPLIT_NEVER = 0, -1
 _UNLIMITED = -1
 _DECODES = (Op.DECODE, Op.VERIFY)
 _CPU_MIN_CHUNK = 512
 _GPU_KV_TILE = 64
-_GPU_MIN_CHUNK = {16: 128, 64: 256}
+_GPU_MIN_CHUNK = {16: 128, 64: 256, 128: 256}
 _PACKED_ROWS = 16
 """Up to so many packed rows a CPU item takes several KV heads: a decode, bound by reading."""
 _PACKED_TOKENS, _PACKED_BYTES = 16, 256 << 10
@@ -55,19 +58,59 @@ def plan(native: Any, query: Query, batch: HostBatch) -> PlanResult:
     Raises:
         ValueError: The batch needs more items than can be numbered.
     """
-    problem, shape, graph = query.problem, query.batch, query.graph
     style = style_of(native, query)
+    cut = _cut(native, query, batch, style)
+    launch = Launch(query.problem, style.tile_q, cut.slots, kernel_of(native, query.problem))
+    return PlanResult(launch, cut.image, cut.bytes)
+
+
+def plan_gpu(native: Any, gpu: Gpu, query: Query, batch: HostBatch) -> PlanResult:
+    """Cut a batch into work items for kernels that are loaded.
+
+    Args:
+        native: The native module.
+        gpu: Holds the kernels.
+        query: As for :func:`plan`.
+        batch: Host arrays.
+
+    Raises:
+        ValueError: The batch needs more items than can be numbered.
+    """
+    target, problem = query.target, query.problem
+    style = style_of(native, query)
+    cut = _cut(native, query, batch, style)
+    variant = variants.attend_variant(target.arch, problem, style.tile_q)
+    attend = gpu.get(target, variant)
+    merge = gpu.get(target, variants.misc_variants(target.arch)["merge"]) if cut.merges else attend
+    launch = GpuLaunch(
+        problem, style.tile_q, cut.items, cut.merges, cut.slots, variant.name, native, attend, merge
+    )
+    return PlanResult(launch, {**cut.image, **tables_of(native, problem)}, cut.bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A batch cut into items: sizes (under capture capacities), arrays, bytes of workspace."""
+
+    items: int
+    merges: int
+    slots: int
+    image: dict[str, torch.Tensor]
+    bytes: int
+
+
+def _cut(native: Any, query: Query, batch: HostBatch, style: Style) -> _Cut:
+    problem, graph = query.problem, query.graph
     slot_bytes = 4 * style.tile_q * (problem.head_dim_vo + 1)
     slots = _UNLIMITED if query.workspace_bytes is None else query.workspace_bytes // slot_bytes
     how = _input(native, problem, style, max(1, query.target.num_cus), slots)
-    made = how.plan(batch.qo_indptr.data_ptr(), batch.kv_len.data_ptr(), shape.batch_size)
+    made = how.plan(batch.qo_indptr.data_ptr(), batch.kv_len.data_ptr(), query.batch.batch_size)
     if graph is None:
         sizes = (made.num_items, made.num_merges, made.num_slots)
     else:
         sizes = how.capacity(*_bounds(problem, graph))
     image = _image(native, made, sizes[0], sizes[1], padded=graph is not None)
-    launch = Launch(problem, style.tile_q, sizes[2], kernel_of(native, problem))
-    return PlanResult(launch, image, sizes[2] * slot_bytes)
+    return _Cut(*sizes, image, sizes[2] * slot_bytes)
 
 
 def style_of(native: Any, query: Query) -> Style:
@@ -75,8 +118,10 @@ def style_of(native: Any, query: Query) -> Style:
     problem, shape, graph = query.problem, query.batch, query.graph
     group = problem.gqa_group_size
     if query.target.kind != "cpu":
-        dim = max(problem.head_dim_qk, problem.head_dim_vo)
-        tile = native.cta_tile_q(*_rows(query), group, dim, graph is not None)
+        tile = _fitting(
+            native.cta_tile_q(*_rows(query), group, graph is not None),
+            variants.tiles(query.target.arch, problem),
+        )
         return Style(tile, _GPU_KV_TILE, _GPU_MIN_CHUNK[tile], 1)
     if graph is None:
         rows = shape.max_q_len
@@ -90,6 +135,11 @@ def style_of(native: Any, query: Query) -> Style:
         row_bytes = (problem.head_dim_qk + problem.head_dim_vo) * problem.kv_dtype.itemsize
         heads = max(1, _PACKED_BYTES // (_PACKED_TOKENS * row_bytes))
     return Style(native.tile_q_for(packed), native.kv_tile(), _CPU_MIN_CHUNK, heads)
+
+
+def _fitting(tile: int, built: tuple[int, ...]) -> int:
+    """Return the tallest tile that is built and not taller than wanted, else the least."""
+    return max((t for t in built if t <= tile), default=min(built))
 
 
 def _rows(query: Query) -> tuple[int, int, int]:

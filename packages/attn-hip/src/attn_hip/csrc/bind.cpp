@@ -3,13 +3,16 @@
 // Python has checked types, shapes and devices against the plan; what is checked here is what would otherwise let a
 // kernel leave its arrays.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "gpu_launch.h"
 #include "kernels.h"
 #include "planner.h"
 #include "pool.h"
@@ -112,22 +115,47 @@ py::tuple capacity(const PlanInput& in, int64_t batch, int64_t total_q, int64_t 
   return py::make_tuple(most.items, most.merges, most.slots);
 }
 
+// The facts of a problem as far as they do not depend on memory.
+AttendParams problem_params(int q_dtype, int kv_dtype, int o_dtype, int num_qo_heads, int num_kv_heads,
+                            int head_dim_qk, int head_dim_vo, int page_size, int mask, int position, int window_left,
+                            float sm_scale, float soft_cap) {
+  require(num_kv_heads > 0 && num_qo_heads > 0 && num_qo_heads % num_kv_heads == 0,
+          "native: num_qo_heads needs to be a multiple of num_kv_heads [fa2.native]");
+  require(std::min(head_dim_qk, head_dim_vo) > 0 && std::max(head_dim_qk, head_dim_vo) <= kMostDims,
+          "native: head dims need to be 1 to 512 [fa2.native]");
+  AttendParams p = {};
+  p.q_dtype = q_dtype, p.kv_dtype = kv_dtype, p.o_dtype = o_dtype;
+  p.num_qo_heads = num_qo_heads, p.num_kv_heads = num_kv_heads, p.group = num_qo_heads / num_kv_heads;
+  p.head_dim_qk = head_dim_qk, p.head_dim_vo = head_dim_vo, p.page_size = page_size;
+  p.mask = mask, p.position = position, p.window_left = window_left;
+  p.sm_scale = sm_scale, p.soft_cap = soft_cap;
+  p.q_scale = p.k_scale = p.v_scale = 1.f;
+  return p;
+}
+
+// Fills in the tensors of a run.
+void set_tensors(AttendParams& p, bool heads_first, uint64_t q, uint64_t k, uint64_t v, uint64_t out, uint64_t lse,
+                 const py::tuple& q_strides, const py::tuple& k_strides, const py::tuple& v_strides,
+                 const py::tuple& out_strides, uint64_t partials, int64_t slots) {
+  p.q = at<void>(q), p.k = at<void>(k), p.v = at<void>(v), p.out = at<void>(out), p.lse = at<float>(lse);
+  p.q_stride_row = stride(q_strides, 0), p.q_stride_head = stride(q_strides, 1);
+  p.out_stride_row = stride(out_strides, 0), p.out_stride_head = stride(out_strides, 1);
+  const KvStrides ks = kv_strides(k_strides, p.page_size, heads_first);
+  const KvStrides vs = kv_strides(v_strides, p.page_size, heads_first);
+  p.k_stride_page = ks.page, p.k_stride_token = ks.token, p.k_stride_head = ks.head;
+  p.v_stride_page = vs.page, p.v_stride_token = vs.token, p.v_stride_head = vs.head;
+  p.partial_out = at<float>(partials), p.partial_lse = p.partial_out + slots * p.tile_q * p.head_dim_vo;
+}
+
 // The facts of a problem, ready to be launched. Immutable, so threads may share it.
 class Kernel {
  public:
   Kernel(int q_dtype, int kv_dtype, int o_dtype, int num_qo_heads, int num_kv_heads, int head_dim_qk, int head_dim_vo,
          int page_size, bool heads_first, int mask, int position, int window_left, float sm_scale, float soft_cap,
          double rope_theta, double rope_scale)
-      : heads_first_(heads_first) {
-    require(num_kv_heads > 0 && num_qo_heads > 0 && num_qo_heads % num_kv_heads == 0,
-            "native: num_qo_heads needs to be a multiple of num_kv_heads [fa2.native]");
-    require(std::min(head_dim_qk, head_dim_vo) > 0 && std::max(head_dim_qk, head_dim_vo) <= kMostDims,
-            "native: head dims need to be 1 to 512 [fa2.native]");
-    p_.q_dtype = q_dtype, p_.kv_dtype = kv_dtype, p_.o_dtype = o_dtype;
-    p_.num_qo_heads = num_qo_heads, p_.num_kv_heads = num_kv_heads, p_.group = num_qo_heads / num_kv_heads;
-    p_.head_dim_qk = head_dim_qk, p_.head_dim_vo = head_dim_vo, p_.page_size = page_size;
-    p_.mask = mask, p_.position = position, p_.window_left = window_left;
-    p_.sm_scale = sm_scale, p_.soft_cap = soft_cap;
+      : p_(problem_params(q_dtype, kv_dtype, o_dtype, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size,
+                          mask, position, window_left, sm_scale, soft_cap)),
+        heads_first_(heads_first) {
     if (position == kPositionRope) {
       turns_.resize(size_t(head_dim_qk / 2));
       rope_turns(head_dim_qk, rope_theta, rope_scale, turns_.data());
@@ -149,18 +177,11 @@ class Kernel {
            uint64_t partials, int64_t slots, int tile_q, float q_scale, float k_scale, float v_scale,
            uint64_t q_scale_ptr, uint64_t k_scale_ptr, uint64_t v_scale_ptr, int threads) const {
     AttendParams p = p_;
-    p.q = at<void>(q), p.k = at<void>(k), p.v = at<void>(v), p.out = at<void>(out), p.lse = at<float>(lse);
-    p.q_stride_row = stride(q_strides, 0), p.q_stride_head = stride(q_strides, 1);
-    p.out_stride_row = stride(out_strides, 0), p.out_stride_head = stride(out_strides, 1);
-    const KvStrides ks = kv_strides(k_strides, p.page_size, heads_first_);
-    const KvStrides vs = kv_strides(v_strides, p.page_size, heads_first_);
-    p.k_stride_page = ks.page, p.k_stride_token = ks.token, p.k_stride_head = ks.head;
-    p.v_stride_page = vs.page, p.v_stride_token = vs.token, p.v_stride_head = vs.head;
+    p.tile_q = tile_q;
+    set_tensors(p, heads_first_, q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, partials, slots);
     p.qo_indptr = at<int32_t>(qo_indptr), p.kv_indptr = at<int32_t>(kv_indptr), p.kv_len = at<int32_t>(kv_len);
     p.kv_indices = at<int32_t>(kv_indices);
     p.custom_mask = at<uint8_t>(custom_mask), p.mask_indptr = at<int32_t>(mask_indptr);
-    p.partial_out = at<float>(partials), p.partial_lse = p.partial_out + slots * tile_q * p.head_dim_vo;
-    p.tile_q = tile_q;
     p.q_scale = q_scale, p.k_scale = k_scale, p.v_scale = v_scale;
     p.q_scale_ptr = at<float>(q_scale_ptr), p.k_scale_ptr = at<float>(k_scale_ptr);
     p.v_scale_ptr = at<float>(v_scale_ptr);
@@ -187,13 +208,87 @@ class Kernel {
   std::vector<float> slopes_;
 };
 
+// The plan of a run on a GPU: kernels, index arrays, grid sizes. Immutable; what changes per run is passed to run().
+class GpuPlan {
+ public:
+  struct Arrays {
+    uint64_t qo_indptr, kv_indptr, kv_indices, kv_len, custom_mask, mask_indptr, rope_turns, alibi_slopes;
+    uint64_t items, merges, counts;
+  };
+
+  GpuPlan(const GpuDriver& driver, GpuFunction attend, GpuFunction merge, const AttendParams& problem,
+          bool heads_first, int tile_q, const Arrays& arrays, unsigned num_items, unsigned num_merges, int64_t slots)
+      : driver_(driver), attend_(attend), merge_(merge), heads_first_(heads_first), num_items_(num_items),
+        num_merges_(num_merges), slots_(slots) {
+    AttendParams& p = launch_.params;
+    p = problem;
+    p.tile_q = tile_q;
+    p.qo_indptr = at<int32_t>(arrays.qo_indptr), p.kv_indptr = at<int32_t>(arrays.kv_indptr);
+    p.kv_indices = at<int32_t>(arrays.kv_indices), p.kv_len = at<int32_t>(arrays.kv_len);
+    p.custom_mask = at<uint8_t>(arrays.custom_mask), p.mask_indptr = at<int32_t>(arrays.mask_indptr);
+    p.rope_turns = at<double>(arrays.rope_turns), p.alibi_slopes = at<float>(arrays.alibi_slopes);
+    launch_.items = at<WorkItem>(arrays.items), launch_.counts = at<int32_t>(arrays.counts);
+    merges_ = at<MergeItem>(arrays.merges);
+  }
+
+  // Enqueues the kernels; returns the driver's error code.
+  int run(uint64_t stream, uint64_t q, uint64_t k, uint64_t v, uint64_t out, uint64_t lse, uint64_t partials,
+          const py::tuple& q_strides, const py::tuple& k_strides, const py::tuple& v_strides,
+          const py::tuple& out_strides) const {
+    AttendLaunch launch = launch_;
+    set_tensors(launch.params, heads_first_, q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, partials,
+                slots_);
+    return enqueue(stream, launch);
+  }
+
+  int run_scaled(uint64_t stream, uint64_t q, uint64_t k, uint64_t v, uint64_t out, uint64_t lse, uint64_t partials,
+                 const py::tuple& q_strides, const py::tuple& k_strides, const py::tuple& v_strides,
+                 const py::tuple& out_strides, float q_scale, float k_scale, float v_scale, uint64_t q_scale_ptr,
+                 uint64_t k_scale_ptr, uint64_t v_scale_ptr) const {
+    AttendLaunch launch = launch_;
+    AttendParams& p = launch.params;
+    set_tensors(p, heads_first_, q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, partials, slots_);
+    p.q_scale = q_scale, p.k_scale = k_scale, p.v_scale = v_scale;
+    p.q_scale_ptr = at<float>(q_scale_ptr), p.k_scale_ptr = at<float>(k_scale_ptr);
+    p.v_scale_ptr = at<float>(v_scale_ptr);
+    return enqueue(stream, launch);
+  }
+
+ private:
+  int enqueue(uint64_t stream, AttendLaunch& launch) const {
+    const py::gil_scoped_release released;
+    const int error = gpu_launch(driver_, attend_, num_items_, stream, &launch);
+    if (error || num_merges_ == 0) return error;
+    MergeLaunch merge = {launch.params, merges_, launch.counts};
+    return gpu_launch(driver_, merge_, num_merges_, stream, &merge);
+  }
+
+  GpuDriver driver_;
+  GpuFunction attend_, merge_;
+  AttendLaunch launch_ = {};
+  const MergeItem* merges_;
+  bool heads_first_;
+  unsigned num_items_, num_merges_;
+  int64_t slots_;
+};
+
+GpuDriver gpu_driver(uint64_t launch, uint64_t get_current, uint64_t set_current, bool hip, uint64_t owner) {
+  require(launch && get_current && set_current, "native: a driver needs its functions [fa2.native]");
+  return {reinterpret_cast<GpuDriver::Launch>(launch), at<void>(get_current), at<void>(set_current), hip, owner};
+}
+
+GpuFunction gpu_function(uint64_t handle, unsigned threads, unsigned lds) {
+  require(handle && threads, "native: a function needs a handle and threads [fa2.native]");
+  return {at<void>(handle), threads, lds};
+}
+
 constexpr int64_t kAppendRows = 64;  // of one item; fewer are not worth a thread
 
-void append(uint64_t key, uint64_t value, uint64_t k, uint64_t v, uint64_t batch_indices, uint64_t positions,
-            uint64_t kv_indices, uint64_t kv_indptr, const py::tuple& key_strides, const py::tuple& value_strides,
-            const py::tuple& k_strides, const py::tuple& v_strides, bool heads_first, int64_t nnz, int64_t num_pages,
-            int batch, int num_indices, int dtype, int num_kv_heads, int head_dim_qk, int head_dim_vo, int page_size,
-            int threads) {
+AppendParams append_params(uint64_t key, uint64_t value, uint64_t k, uint64_t v, uint64_t batch_indices,
+                           uint64_t positions, uint64_t kv_indices, uint64_t kv_indptr, const py::tuple& key_strides,
+                           const py::tuple& value_strides, const py::tuple& k_strides, const py::tuple& v_strides,
+                           bool heads_first, int64_t nnz, int64_t num_pages, int batch, int num_indices, int dtype,
+                           int num_kv_heads, int head_dim_qk, int head_dim_vo, int page_size) {
   require(page_size > 0, "native: page_size needs to be positive [fa2.native]");
   const KvStrides ks = kv_strides(k_strides, true, heads_first), vs = kv_strides(v_strides, true, heads_first);
   AppendParams p = {};
@@ -207,11 +302,20 @@ void append(uint64_t key, uint64_t value, uint64_t k, uint64_t v, uint64_t batch
   p.nnz = nnz, p.num_pages = num_pages, p.batch = batch, p.num_indices = num_indices;
   p.key_dtype = p.kv_dtype = dtype;
   p.num_kv_heads = num_kv_heads, p.head_dim_qk = head_dim_qk, p.head_dim_vo = head_dim_vo, p.page_size = page_size;
+  return p;
+}
+
+void append(const AppendParams& p, int threads) {
   const py::gil_scoped_release released;
   const auto rows = [&p](int64_t i, void*) {
     append_rows(p, i * kAppendRows, std::min((i + 1) * kAppendRows, p.nnz));
   };
-  run_region({(nnz + kAppendRows - 1) / kAppendRows, 0, 0, rows, nullptr}, threads);
+  run_region({(p.nnz + kAppendRows - 1) / kAppendRows, 0, 0, rows, nullptr}, threads);
+}
+
+int gpu_append(AppendParams p, const GpuDriver& driver, GpuFunction function, int64_t rows, uint64_t stream) {
+  const py::gil_scoped_release released;
+  return gpu_launch(driver, function, unsigned((p.nnz + rows - 1) / rows), stream, &p);
 }
 
 }  // namespace
@@ -226,6 +330,12 @@ PYBIND11_MODULE(ATTN_MODULE, m) {
   m.def("cta_tile_q", &cta_tile_q);
   m.def("pool_size", &pool_size);
   m.def("append", &append);
+  m.def("gpu_append", &gpu_append);
+  m.def("problem", &problem_params);
+  m.def("rope_turns", [](int head_dim, double theta, double scale, uint64_t out) {
+    rope_turns(head_dim, theta, scale, at<double>(out));
+  });
+  m.def("alibi_slopes", [](int num_heads, uint64_t out) { alibi_slopes(num_heads, at<float>(out)); });
 
   py::class_<PlanInput>(m, "PlanInput", py::module_local())
       .def(py::init(&plan_input))
@@ -241,6 +351,19 @@ PYBIND11_MODULE(ATTN_MODULE, m) {
   py::class_<Kernel>(m, "Kernel", py::module_local())
       .def(py::init<int, int, int, int, int, int, int, int, bool, int, int, int, float, float, double, double>())
       .def("run", &Kernel::run);
+  py::class_<AppendParams>(m, "Append", py::module_local()).def(py::init(&append_params));
+  py::class_<AttendParams>(m, "Problem", py::module_local());
+  py::class_<GpuDriver>(m, "GpuDriver", py::module_local()).def(py::init(&gpu_driver));
+  py::class_<GpuFunction>(m, "GpuFunction", py::module_local()).def(py::init(&gpu_function));
+  py::class_<GpuPlan::Arrays>(m, "GpuArrays", py::module_local())
+      .def(py::init([](const std::array<uint64_t, 11>& a) {
+        return GpuPlan::Arrays{a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10]};
+      }));
+  py::class_<GpuPlan>(m, "GpuPlan", py::module_local())
+      .def(py::init<const GpuDriver&, GpuFunction, GpuFunction, const AttendParams&, bool, int,
+                    const GpuPlan::Arrays&, unsigned, unsigned, int64_t>())
+      .def("run", &GpuPlan::run)
+      .def("run_scaled", &GpuPlan::run_scaled);
 }
 
 }  // namespace attn

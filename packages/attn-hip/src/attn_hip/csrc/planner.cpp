@@ -14,6 +14,7 @@ constexpr int64_t kEnoughPerWorker = 4;
 constexpr int64_t kWhole = std::numeric_limits<int32_t>::max();  // a chunk that no request exceeds
 constexpr int64_t kMostItems = 1 << 26;  // slots and image words stay far inside 32 bits
 constexpr int kBuckets = 256;
+constexpr int64_t kLongRows = 256;  // packed rows of a request from which the tallest tile is not half empty
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -217,13 +218,12 @@ Capacity capacity_of(const PlanInput& in, const PlanLimits& limits) {
   return most;
 }
 
-int cta_tile_q(int64_t total_q, int64_t batch, int64_t q_len, int group, int head_dim, bool captured) {
-  if (head_dim >= 256) return 64;
-  int64_t rows = 1;
-  if (q_len >= 0) rows = q_len;
-  else if (captured) rows = total_q - batch + 1;
-  else if (batch > 0) return total_q * group / batch <= 16 ? 16 : 64;
-  return rows * group <= 16 ? 16 : 64;
+int cta_tile_q(int64_t total_q, int64_t batch, int64_t q_len, int group, bool captured) {
+  int64_t rows = 0;  // packed
+  if (q_len >= 0) rows = q_len * group;
+  else if (captured) rows = (total_q - batch + 1) * group;
+  else if (batch > 0) rows = total_q * group / batch;
+  return rows <= 16 ? 16 : (rows < kLongRows ? 64 : 128);
 }
 
 }  // namespace attn

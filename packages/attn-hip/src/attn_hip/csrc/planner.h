@@ -62,11 +62,11 @@ struct Capacity {
 // Uses the scalars of `in` only. Slots are cut to in.max_slots unless the split is fixed.
 Capacity capacity_of(const PlanInput& in, const PlanLimits& limits);
 
-// Height of the tile of a GPU, in packed rows (query rows x gqa_group_size): 16 or 64.
-//   head_dim >= 256          64
-//   q_len >= 0               every request has q_len rows: exact, also under capture
-//   eager, unlike requests   by the mean
-//   captured                 by the longest request that fits: total_q - batch + 1 rows
-int cta_tile_q(int64_t total_q, int64_t batch, int64_t q_len, int group, int head_dim, bool captured);
+// Height of the tile of a GPU, in packed rows (query rows x gqa_group_size): 16, 64 or, for 256 rows and more, 128.
+// The rows of a request are
+//   q_len >= 0               q_len of each: exact, also under capture
+//   eager, unlike requests   the mean
+//   captured                 the longest request that fits: total_q - batch + 1 query rows
+int cta_tile_q(int64_t total_q, int64_t batch, int64_t q_len, int group, bool captured);
 
 }  // namespace attn
