@@ -21,12 +21,15 @@ Step = Callable[[Waves], None]
 _GLOBAL = re.compile(r"(global|flat)_(load|store)_(\w+)$")
 _COPY = re.compile(r"global_load_lds_(dword|dwordx3|dwordx4|ushort|ubyte)$")
 _ATOMIC = re.compile(r"(global|flat)_atomic_(add|sub|umax|umin|smax|smin|or|and|xor|swap|inc|add_f32)(_x2)?$")
-_SHARED = re.compile(r"ds_(read|write)(2?)(st64)?_(b\d+|u8|u16|i8|i16|u8_d16|u16_d16|u8_d16_hi|u16_d16_hi|b16_d16_hi|b8_d16_hi)$")
+_SHARED = re.compile(
+    r"ds_(read|write)(2?)(st64)?_(b\d+|u8|u16|i8|i16|u8_d16|u16_d16|u8_d16_hi|u16_d16_hi|b16_d16_hi|b8_d16_hi)$"
+)
 _TRANSPOSED = "ds_read_b64_tr_b16"
 _SIZES = {
     "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16, "ubyte": 1, "sbyte": 1, "byte": 1, "ushort": 2,
     "sshort": 2, "short": 2, "short_d16": 2, "short_d16_hi": 2, "byte_d16_hi": 1, "ubyte_d16": 1,
-    "ubyte_d16_hi": 1, "b8": 1, "b16": 2, "b32": 4, "b64": 8, "b96": 12, "b128": 16, "u8": 1, "u16": 2, "i8": 1,
+    "ubyte_d16_hi": 1, "b8": 1, "b16": 2, "b32": 4, "b64": 8, "b96": 12, "b128": 16, "u8": 1, "u16": 2,
+    "i8": 1,
     "i16": 2, "u8_d16": 1, "u16_d16": 2, "u8_d16_hi": 1, "u16_d16_hi": 2, "b16_d16_hi": 2, "b8_d16_hi": 1,
 }  # fmt: skip
 _FLAGS = ("offset", "sc0", "sc1", "nt")
@@ -133,7 +136,9 @@ def _stored_bits(kind: str, size: int) -> int:
     return mask << 16 if kind.endswith("_hi") else mask
 
 
-def _put(w: Waves, register: Register, kind: str, size: int, values: np.ndarray, undefined: np.ndarray | None) -> None:
+def _put(
+    w: Waves, register: Register, kind: str, size: int, values: np.ndarray, undefined: np.ndarray | None
+) -> None:
     """Write loaded values of the active lanes into registers."""
     if size >= 4:
         words = values.view(np.uint32).reshape(len(values), -1)
@@ -149,7 +154,11 @@ def _put(w: Waves, register: Register, kind: str, size: int, values: np.ndarray,
         part = (part << np.uint32(up)).view(np.int32) >> np.int32(up)
         part = part.view(np.uint32)
     if "d16" in kind:  # the other half stays
-        shift, keep = (np.uint32(16), np.uint32(0xFFFF)) if kind.endswith("_hi") else (np.uint32(0), np.uint32(0xFFFF0000))
+        shift, keep = (
+            (np.uint32(16), np.uint32(0xFFFF))
+            if kind.endswith("_hi")
+            else (np.uint32(0), np.uint32(0xFFFF0000))
+        )
         part = (w.v[register.index][w.active] & keep) | (part << shift)
         old = w.vu[register.index][w.active] & keep
         lost = old if lost is None else old | (lost << shift)
@@ -169,7 +178,9 @@ def _get(w: Waves, register: Register, kind: str, size: int, *, undefined: bool 
     """Return the registers of the active lanes as void values."""
     bank = w.vu if undefined else w.v
     if size >= 4:
-        words = np.stack([bank[i][w.active] for i in range(register.index, register.index + register.count)], axis=1)
+        words = np.stack(
+            [bank[i][w.active] for i in range(register.index, register.index + register.count)], axis=1
+        )
         return np.ascontiguousarray(words).view(f"V{size}")[:, 0]
     word = bank[register.index][w.active]
     if kind.endswith("_hi"):
@@ -178,7 +189,7 @@ def _get(w: Waves, register: Register, kind: str, size: int, *, undefined: bool 
 
 
 def _copy(ins: Instruction, found: re.Match[str], machine: Machine) -> Step:
-    """global_load_lds: lane l's bytes go to shared memory at m0 + offset + l * size, some time before a wait."""
+    """global_load_lds: lane l's bytes go to shared memory at m0 + offset + l * size, before a wait ends."""
     ins.only(*_FLAGS)
     size = _SIZES[found[1]]
     if size < 4:
@@ -226,7 +237,8 @@ def _atomic(ins: Instruction, found: re.Match[str], machine: Machine) -> Step:
 
 _CHANGES: dict[str, Callable[[np.generic, np.generic], np.generic]] = {
     "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "umax": max, "umin": min, "or": lambda a, b: a | b,
-    "and": lambda a, b: a & b, "xor": lambda a, b: a ^ b, "swap": lambda a, b: b, "add_f32": lambda a, b: a + b,
+    "and": lambda a, b: a & b, "xor": lambda a, b: a ^ b, "swap": lambda a, b: b,
+    "add_f32": lambda a, b: a + b,
     "smax": lambda a, b: max(_signed(a), _signed(b)).view(a.dtype),
     "smin": lambda a, b: min(_signed(a), _signed(b)).view(a.dtype),
     "inc": lambda a, b: a.dtype.type(0) if a >= b else a + a.dtype.type(1),

@@ -18,7 +18,7 @@ _VALU, _SLOW_CLOCKS = 4, 16
 
 
 def class_of(name: str) -> str:
-    """Return ``mfma``, ``slow`` (transcendental), ``valu``, ``lds``, ``memory``, ``barrier``, ``wait`` or ``salu``."""
+    """Return mfma, slow (transcendental), valu, lds, memory, barrier, wait or salu."""
     if name.startswith("v_mfma"):
         return "mfma"
     if name.startswith("v_"):
@@ -80,7 +80,7 @@ class Counts:
 
     @property
     def issue_clocks(self) -> int:
-        """Clocks in which a SIMD issues for these waves: vector work, and one slot per matrix or memory access."""
+        """Clocks of a SIMD's issue: vector work, and one slot per matrix instruction or memory access."""
         return self.vector_clocks + _VALU * (self.of("mfma") + self.of("lds") + self.of("memory"))
 
     def conflicts(self, pattern: str = ".*") -> float:
@@ -93,8 +93,8 @@ class Counts:
 def _groups(name: str, size: int, arch: str) -> list[np.ndarray]:
     """Return the lanes that share a clock.
 
-    A clock serves 128 bytes. Lanes go in order, except that a 128-bit read pairs quads crosswise, as the vendor
-    describes it (CK-Tile documentation); gfx950 reads 256 bytes in a clock over 64 banks.
+    A clock serves 128 bytes. Lanes go in order, except that a 128-bit read pairs quads crosswise, as the
+    vendor describes it (CK-Tile documentation); gfx950 reads 256 bytes in a clock over 64 banks.
     """
     lanes = np.arange(64)
     if size == 16 and "read" in name:

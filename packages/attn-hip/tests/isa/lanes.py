@@ -15,7 +15,16 @@ from .waves import ALL_BITS, LANES, Waves
 Step = Callable[[Waves], None]
 _LANE = np.arange(LANES)
 _ROW, _IN_ROW = _LANE & ~15, _LANE & 15
-_DPP = ("quad_perm", "row_shl", "row_shr", "row_ror", "row_mirror", "row_half_mirror", "row_bcast", "row_newbcast")
+_DPP = (
+    "quad_perm",
+    "row_shl",
+    "row_shr",
+    "row_ror",
+    "row_mirror",
+    "row_half_mirror",
+    "row_bcast",
+    "row_newbcast",
+)
 
 
 def decode(ins: Instruction, arch: str) -> Step | None:
@@ -99,7 +108,7 @@ def _count_below(ins: Instruction) -> Step:
 
 
 def _swap(ins: Instruction) -> Step:
-    """gfx950: rows (of 16 or 32 lanes) with an odd number of the first trade places with even ones of the second."""
+    """gfx950: odd rows (of 16 or 32 lanes) of the first register trade places with the second's even ones."""
     ins.only()
     size = 16 if "16" in ins.name else 32
     a, b = (needs_register(text, "v").index for text in ins.operands)
@@ -141,7 +150,9 @@ def _dpp(ins: Instruction, arch: str) -> Step:
     kinds = [name for name in _DPP if name in ins.options]
     if len(kinds) != 1:
         raise Unknown(ins.text)
-    rest = {k: v for k, v in ins.options.items() if k not in (kinds[0], "row_mask", "bank_mask", "bound_ctrl")}
+    rest = {
+        k: v for k, v in ins.options.items() if k not in (kinds[0], "row_mask", "bank_mask", "bound_ctrl")
+    }
     if rest:
         raise Unknown(f"options {rest} of {ins.text}")
     lane, exists = _moved(kinds[0], ins.options[kinds[0]])
@@ -232,9 +243,9 @@ def permuted(ins: Instruction) -> Step:
         return np.take_along_axis(np.where(w.active, bits, np.uint32(0)), lane(w), axis=1)
 
     def undefined(w: Waves) -> np.ndarray:
-        return gather(w, value.undefined(w)) | np.where(np.asarray(address.undefined(w)) != 0, ALL_BITS, np.uint32(0))
+        return gather(w, value.undefined(w)) | np.where(
+            np.asarray(address.undefined(w)) != 0, ALL_BITS, np.uint32(0)
+        )
 
     moved = Source(lambda w: gather(w, value.read(w)), undefined, (*address.keys, *value.keys))
     return vector.lanewise(target, False, [moved], moved.read, lambda v, u: u[0])
-
-

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from . import access, lanes, matrix, scalar, vector
+from . import access, lanes, matrix, packed, scalar, vector
 from .costs import Counts, bank_clocks
 from .faults import Divergence, Fault, Unknown
 from .memory import Memory, Shared
@@ -15,12 +15,22 @@ from .text import Instruction, Listing, parse
 from .waves import EXEC, SCALAR_KEY, SCC, VCC, Waves
 
 Step = Callable[[Waves], None]
-_NOTHING = ("s_nop", "s_setprio", "s_sleep", "buffer_inv", "buffer_wbl2", "s_code_end", "s_icache_inv", "s_set_gpr_idx_off")
+_NOTHING = (
+    "s_nop",
+    "s_setprio",
+    "s_sleep",
+    "buffer_inv",
+    "buffer_wbl2",
+    "s_code_end",
+    "s_icache_inv",
+    "s_set_gpr_idx_off",
+)
 _MOST_WAVES = 64
 _MOST_STEPS = 50_000_000
 _TICKETS = 1 << 32
 _OTHER_INPUTS = (
-    "user_sgpr_dispatch_ptr", "user_sgpr_queue_ptr", "user_sgpr_dispatch_id", "user_sgpr_private_segment_size",
+    "user_sgpr_dispatch_ptr", "user_sgpr_queue_ptr", "user_sgpr_dispatch_id",
+    "user_sgpr_private_segment_size",
     "user_sgpr_kernarg_preload_length", "system_sgpr_workgroup_info", "uses_dynamic_stack",
     "enable_private_segment", "user_sgpr_private_segment_buffer", "user_sgpr_flat_scratch_init",
 )  # fmt: skip
@@ -33,8 +43,8 @@ class Machine:
         memory: Global memory.
         shared: Shared memory of the blocks that run now.
         block_number: ``[waves]`` linear number of each wave's block in the grid.
-        lane_block: The same for each lane; ``lane_slot`` its place among the blocks that run now, ``lane_wave``
-            its number in the block.
+        lane_block: The same for each lane; ``lane_slot`` is the block's place among those that run now,
+            ``lane_wave`` the wave's number in the block.
     """
 
     def __init__(self, arch: str) -> None:
@@ -144,6 +154,7 @@ class Program:
         for found in (
             scalar.decode(ins, self.arch) if ins.name.startswith("s_") and "load" not in ins.name else None,
             lanes.decode(ins, self.arch) if ins.name.startswith("v_") else None,
+            packed.decode(ins, self.arch) if ins.name.startswith(("v_pk", "v_cvt", "v_bitop3")) else None,
             matrix.decode(ins, self.arch) if ins.name.startswith("v_mfma") else None,
             access.decode(ins, self.arch, machine),
         ):
@@ -229,7 +240,7 @@ class Run:
                 continue
             n = int(np.where(ready, self.at, far).min())
             selected = ready & (self.at == n)
-            if not np.array_equal(selected, w.selected) or not w.whole:
+            if not np.array_equal(selected, w.selected):
                 w.select(selected)
             steps, end, _ = self.program.stretch(n)
             text = ""
@@ -277,7 +288,9 @@ class Run:
             mine = machine.slot == slot
             if (self.waiting[mine] | ~self.waves.live[mine]).all():
                 if not self.waves.live[mine].all():
-                    raise Divergence(f"{self.program.kernel}: a wave ended while others of its block wait at a barrier")
+                    raise Divergence(
+                        f"{self.program.kernel}: a wave ended while others of its block wait at a barrier"
+                    )
                 at = np.unique(self.at[mine])
                 if len(at) > 1:
                     raise Divergence(f"{self.program.kernel}: waves of a block wait at different barriers")

@@ -20,9 +20,9 @@ _NAME = re.compile(r"v_mfma_f32_(16x16|32x32)x(\d+)_?(bf16_1k|bf16|f16|fp8_fp8)$
 def decode(ins: Instruction, arch: str) -> Callable[[Waves], None] | None:
     """Return what an instruction does, or None where this module does not know it.
 
-    Lane l holds row (of a) or column (of b) ``l % size`` and the steps ``(l // size) * per .. + per`` of k. It
-    gets column ``l % size`` of the result, rows ``4 * (l // size)`` and so on, as the manuals lay it down. The
-    exec mask does not count.
+    Lane l holds row (of a) or column (of b) ``l % size`` and the steps ``(l // size) * per .. + per`` of k.
+    It gets column ``l % size`` of the result, rows ``4 * (l // size)`` and so on, as the manuals lay it down.
+    The exec mask does not count.
     """
     found = _NAME.match(ins.name)
     if found is None:

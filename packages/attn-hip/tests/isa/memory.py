@@ -87,6 +87,8 @@ class Memory:
             for i in range(size):
                 region.owner[at + i] = block[lanes] + 1
             region.touched = True
+            # Blocks in lockstep may write one place by one instruction.
+            self._check_owner(region, at, size, block[lanes], "writes")
 
     def atomic(self, address: int, size: int) -> np.ndarray:
         """Return the bytes of one atomic access, to be changed in place."""
@@ -114,14 +116,22 @@ class Memory:
             inside = (address >= np.uint64(region.start)) & (address <= np.uint64(max(0, region.end - size)))
             inside &= left
             if inside.any() and region.end - region.start >= size:
-                found.append((region, np.flatnonzero(inside), (address[inside] - np.uint64(region.start)).astype(np.int64)))
+                found.append(
+                    (
+                        region,
+                        np.flatnonzero(inside),
+                        (address[inside] - np.uint64(region.start)).astype(np.int64),
+                    )
+                )
                 left &= ~inside
         if left.any():
             raise OutOfBounds(self._lost(int(address[left][0]), size, what))
         return found
 
     def _lost(self, address: int, size: int, what: str) -> str:
-        near = min(self._regions, key=lambda r: min(abs(address - r.start), abs(address - r.end)), default=None)
+        near = min(
+            self._regions, key=lambda r: min(abs(address - r.start), abs(address - r.end)), default=None
+        )
         if near is None:
             return f"{what} of {size} bytes at {address:#x}: nothing is registered"
         at = address - near.start
@@ -172,15 +182,19 @@ class Shared:
             n = int(at.argmax())
             raise OutOfBounds(f"shared memory: {size} bytes at {int(at[n])} of {self.size}")
         if bool((at % min(size, 16)).any()) and size != 12:
-            raise OutOfBounds(f"shared memory: {size} bytes at {int(at[at % min(size, 16) != 0][0])} are not aligned")
+            raise OutOfBounds(
+                f"shared memory: {size} bytes at {int(at[at % min(size, 16) != 0][0])} are not aligned"
+            )
         return at + block * self.pitch
 
     def load(self, at: np.ndarray, size: int, wave: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return ``[n]`` values and their undefined bits as void of ``size`` bytes; ``wave`` counts in its block."""
+        """Return ``[n]`` values and their undefined bits, ``size`` bytes each; ``wave`` is in its block."""
         self._touch(at, size, wave, writes=False)
         return windows(self.data, size)[at], windows(self.undefined, size)[at]
 
-    def store(self, at: np.ndarray, values: np.ndarray, undefined: np.ndarray | None, wave: np.ndarray) -> None:
+    def store(
+        self, at: np.ndarray, values: np.ndarray, undefined: np.ndarray | None, wave: np.ndarray
+    ) -> None:
         """Write ``[n]`` void values with their undefined bits."""
         size = values.dtype.itemsize
         self._touch(at, size, wave, writes=True)
@@ -190,7 +204,7 @@ class Shared:
         windows(self.undefined, size)[at] = undefined
 
     def copy_in(self, at: np.ndarray, values: np.ndarray, wave: np.ndarray, ticket: np.ndarray) -> None:
-        """Write values that arrive later: until the wave has waited for its ticket nobody may touch the place."""
+        """Write values that arrive later: until the wave has waited for its ticket nobody may touch them."""
         self.store(at, values, None, wave)
         for i in range(max(1, values.dtype.itemsize // 2)):
             self._pending[(at >> 1) + i] = ticket

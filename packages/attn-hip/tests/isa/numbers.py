@@ -117,7 +117,9 @@ def _align(bits: int) -> Callable[[Array, Array, Array], Array]:
 
     def taken(a: Array, b: Array, at: Array) -> Array:
         both = (np.asarray(a).astype(_U64) << _U64(32)) | np.asarray(b).astype(_U64)
-        return (both >> ((np.asarray(at) & _U32(31 if bits == 1 else 3)).astype(_U64) * _U64(bits))).astype(_U32)
+        return (both >> ((np.asarray(at) & _U32(31 if bits == 1 else 3)).astype(_U64) * _U64(bits))).astype(
+            _U32
+        )
 
     return taken
 
@@ -131,7 +133,9 @@ def _extract(signed: bool) -> Callable[[Array, Array, Array], Array]:
         at, width = np.asarray(at) & _U32(31), (np.asarray(width) & _U32(31)).astype(_I64)
         found = (np.asarray(x).astype(_I64) >> at.astype(_I64)) & ((_I64(1) << width) - _I64(1))
         if signed:
-            found = np.where((width > 0) & (found >> np.maximum(width - 1, 0) == 1), found - (1 << width), found)
+            found = np.where(
+                (width > 0) & (found >> np.maximum(width - 1, 0) == 1), found - (1 << width), found
+            )
         return (found & _I64(0xFFFFFFFF)).astype(_U32)
 
     return field
@@ -232,7 +236,10 @@ TABLE: dict[str, tuple[str, Callable[..., Array]]] = {
     "mul_hi_i32": ("uii", lambda a, b: _wrap(np.asarray(a).astype(_I64) * b >> _I64(32))),
     "bfm_b32": ("uuu", lambda a, b: ((_U32(1) << _shift(a, 32)) - _U32(1)) << _shift(b, 32)),
     "cvt_pk_bf16_f32": ("uff", lambda a, b: bf16_bits(a) | (bf16_bits(b) << _U32(16))),
-    "pack_b32_f16": ("uss", lambda a, b: np.asarray(a).astype(_U32) | (np.asarray(b).astype(_U32) << _U32(16))),
+    "pack_b32_f16": (
+        "uss",
+        lambda a, b: np.asarray(a).astype(_U32) | (np.asarray(b).astype(_U32) << _U32(16)),
+    ),
     "add3_u32": ("uuuu", lambda a, b, c: a + b + c),
     "xad_u32": ("uuuu", lambda a, b, c: (a ^ b) + c),
     "bfe_u32": ("uuuu", _extract(False)),

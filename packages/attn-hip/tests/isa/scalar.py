@@ -80,13 +80,17 @@ _FLAG: dict[str, tuple[str, Callable[..., tuple[Array, Array]]]] = {
     **{
         f"lshl{n}_add_u32": (
             "uuu",
-            lambda a, b, n=n: ((_wide(a) << n) + _wide(b) & 0xFFFFFFFF, (_wide(a) << n) + _wide(b) > 0xFFFFFFFF),
+            lambda a, b, n=n: (
+                (_wide(a) << n) + _wide(b) & 0xFFFFFFFF,
+                (_wide(a) << n) + _wide(b) > 0xFFFFFFFF,
+            ),
         )
         for n in (1, 2, 3, 4)
     },
 }
 _BITWISE: dict[str, Callable[[Array, Array], Array]] = {
-    "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "andn2": lambda a, b: a & ~b,
+    "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b,
+    "andn2": lambda a, b: a & ~b,
     "orn2": lambda a, b: a | ~b, "nand": lambda a, b: ~(a & b), "nor": lambda a, b: ~(a | b),
     "xnor": lambda a, b: ~(a ^ b),
 }  # fmt: skip
@@ -106,7 +110,9 @@ _TYPES = {"u": np.uint32, "i": np.int32, "U": np.uint64, "I": np.int64}
 
 
 def _reverse(x: Array) -> Array:
-    bits = np.unpackbits(np.ascontiguousarray(x, np.uint32).reshape(-1, 1).view(np.uint8), axis=1, bitorder="little")
+    bits = np.unpackbits(
+        np.ascontiguousarray(x, np.uint32).reshape(-1, 1).view(np.uint8), axis=1, bitorder="little"
+    )
     return np.packbits(bits[:, ::-1], axis=1, bitorder="little").view(np.uint32)[:, 0]
 
 
@@ -148,7 +154,8 @@ class _Operand:
         """Undefined bits of the lower and the upper half."""
         zero = np.zeros(w.count, np.uint32)
         columns = [w.su[:, k - SCALAR_KEY] for k in self.keys]
-        return (columns + [zero, zero])[0], (columns + [zero, zero])[1] if len(columns) == 2 else zero
+        low, high = [*columns, zero, zero][:2]
+        return low, high
 
 
 def decode(ins: Instruction, arch: str) -> Step | None:
@@ -189,7 +196,9 @@ def _arithmetic(ins: Instruction, signature: str, function: Callable, *, flag: b
             if wide:
                 w.set_scalar_undefined(target + 1, undefined[1])
             if flag:
-                w.set_scalar_undefined(SCC, np.where((undefined[0] | undefined[1]) != 0, ALL_BITS, np.uint32(0)))
+                w.set_scalar_undefined(
+                    SCC, np.where((undefined[0] | undefined[1]) != 0, ALL_BITS, np.uint32(0))
+                )
         if EXEC - 1 <= target <= EXEC + 1:
             w.exec_changed()
 
@@ -211,7 +220,9 @@ def _follow(w: Waves, sources: list[_Operand], name: str) -> tuple[Array, Array]
     return both, both
 
 
-def _logic(w: Waves, sources: list[_Operand], parts: list[tuple[Array, Array]], name: str) -> tuple[Array, Array]:
+def _logic(
+    w: Waves, sources: list[_Operand], parts: list[tuple[Array, Array]], name: str
+) -> tuple[Array, Array]:
     """A defined 0 settles an and, a defined 1 an or."""
     a, b = (np.broadcast_to(np.asarray(s.read(w)).astype(np.uint64), w.count) for s in sources)
     ua, ub = (p[0].astype(np.uint64) | p[1].astype(np.uint64) << np.uint64(32) for p in parts)
@@ -283,7 +294,9 @@ def _select(ins: Instruction, name: str) -> Step | None:
     def step(w: Waves) -> None:
         undefined = None
         if not w.bad.isdisjoint(keys):
-            chosen = [np.where(w.s[SCC] != 0, a, b) for a, b in zip(yes.undefined(w), no.undefined(w), strict=True)]
+            chosen = [
+                np.where(w.s[SCC] != 0, a, b) for a, b in zip(yes.undefined(w), no.undefined(w), strict=True)
+            ]
             undefined = [c | w.su[:, SCC] for c in chosen]
         value = np.where(w.s[SCC] != 0, yes.read(w), no.read(w))
         (w.set_scalar64 if wide else w.set_scalar)(target, value)
@@ -331,7 +344,10 @@ def _bit_set(ins: Instruction, name: str) -> Step | None:
 
         def compare(w: Waves) -> None:
             undefined = None if w.bad.isdisjoint(keys) else _follow(w, [x, at], "")
-            w.set_scalar(SCC, np.asarray((_wide(x.read(w)) >> (_wide(at.read(w)) & 31) & 1) == wanted).astype(np.uint32))
+            w.set_scalar(
+                SCC,
+                np.asarray((_wide(x.read(w)) >> (_wide(at.read(w)) & 31) & 1) == wanted).astype(np.uint32),
+            )
             if undefined is not None:
                 w.set_scalar_undefined(SCC, undefined[0])
 

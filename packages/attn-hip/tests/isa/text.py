@@ -101,7 +101,6 @@ def instruction(line: str) -> Instruction:
     options: dict[str, str] = {}
     if operands:
         words = _words(operands[-1])
-        # Some instructions have options and no operands before them on the last place, such as `off offset:16`.
         operands[-1] = words[0]
         for word in words[1:]:
             key, _, value = word.partition(":")
