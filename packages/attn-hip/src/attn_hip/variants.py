@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
-from attn_core.problem import AttentionProblem
+import torch
+
+from attn_core.problem import AttentionProblem, MaskMode, PosEncoding
+
+HEAD_DIMS = (64, 128, 256)
+"""Head dims that kernels are built for; smaller ones are padded inside a kernel."""
+_HALVES = {torch.float16: ("fp16", 1), torch.bfloat16: ("bf16", 2)}
+_WAVES = 4
+_KEYS = 64
+"""Keys of a step on NVIDIA."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,25 +42,113 @@ class Variant:
     lds: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What an attention kernel is compiled for.
+
+    Attributes:
+        dtype: Type of query and products.
+        fp8: Plain kernels: whether the cache is fp8 instead.
+        head_dim: Head dim.
+        tile_q: Packed rows; at 16 the waves split the keys.
+        general: Whether it takes every feature, cache type and smaller head dims.
+    """
+
+    dtype: torch.dtype
+    fp8: bool
+    head_dim: int
+    tile_q: int
+    general: bool
+
+    @property
+    def name(self) -> str:
+        kind = "any" if self.general else "fp8" if self.fp8 else "same"
+        return f"attend_{_HALVES[self.dtype][0]}_{kind}_{self.head_dim}_{self.tile_q}"
+
+
+@lru_cache
 def attend_variants(arch: str) -> tuple[Variant, ...]:
     """Return the attention kernels of an arch."""
-    threads = 4 * (64 if arch.startswith("gfx") else 32)
-    return tuple(
-        Variant(f"attend_bf16_{d}", "kernels_gpu.cpp", (), f"attend_bf16_{d}", threads, 64) for d in (64, 128)
-    )
+    return tuple(_attend(arch, shape) for shape in _shapes(arch))
 
 
+@lru_cache
 def misc_variants(arch: str) -> dict[str, Variant]:
     """Return the other kernels: ``merge``, ``append``, ``chain_sample``."""
-    return {}
+    return {
+        name: Variant(name, "kernels_gpu_misc.cpp", (f"ATTN_KERNEL={n}",), f"attn_{name}", 256)
+        for n, name in enumerate(("merge", "append", "chain_sample"), start=1)
+    }
 
 
+@lru_cache(maxsize=256)
 def attend_variant(arch: str, problem: AttentionProblem, tile_q: int) -> Variant:
-    """Return the attention kernel of a problem that is cut in tiles of ``tile_q`` packed rows."""
-    dim = max(problem.head_dim_qk, problem.head_dim_vo)
-    return attend_variants(arch)[0 if dim <= 64 else 1]
+    """Return the attention kernel of a problem that is cut in tiles of ``tile_q`` packed rows.
+
+    Args:
+        arch: Device.
+        problem: With q of a 16-bit type, k and v of the same or fp8, head dims up to 256.
+        tile_q: One of :func:`tiles`.
+    """
+    general = not _plain(problem)
+    longest = max(problem.head_dim_qk, problem.head_dim_vo)
+    dim = next(d for d in HEAD_DIMS if d >= longest)
+    fp8 = not general and problem.kv_dtype != problem.q_dtype
+    return _attend(arch, _Shape(problem.q_dtype, fp8, dim, tile_q, general))
 
 
 def tiles(arch: str, problem: AttentionProblem) -> tuple[int, ...]:
     """Return the tile heights that plans of a problem may choose, least first."""
-    return (64,)
+    high = _plain(problem) and problem.kv_dtype == problem.q_dtype and problem.head_dim_qk <= 128
+    return (16, 64, 128) if high and not _is_amd(arch) else (16, 64)
+
+
+def _plain(problem: AttentionProblem) -> bool:
+    return (
+        problem.head_dim_qk == problem.head_dim_vo
+        and problem.head_dim_qk in HEAD_DIMS
+        and problem.mask is not MaskMode.CUSTOM
+        and problem.pos_encoding is PosEncoding.NONE
+        and not problem.logits_soft_cap
+    )
+
+
+def _is_amd(arch: str) -> bool:
+    return arch.startswith("gfx")
+
+
+def _shapes(arch: str) -> list[_Shape]:
+    made = []
+    for dtype in _HALVES:
+        for dim in HEAD_DIMS:
+            made += [_Shape(dtype, fp8, dim, tile, False) for fp8 in (False, True) for tile in (16, 64)]
+            made += [_Shape(dtype, False, dim, tile, True) for tile in (16, 64)]
+            if dim <= 128 and not _is_amd(arch):
+                made.append(_Shape(dtype, False, dim, 128, False))
+    return made
+
+
+def _attend(arch: str, shape: _Shape) -> Variant:
+    lds = 0 if _is_amd(arch) else _dynamic_shared(shape)
+    defines = (
+        f"ATTN_Q={_HALVES[shape.dtype][1]}",
+        f"ATTN_KV={int(shape.fp8)}",
+        f"ATTN_D={shape.head_dim}",
+        f"ATTN_TILE={shape.tile_q}",
+        f"ATTN_GENERAL={int(shape.general)}",
+        f"ATTN_ENTRY={shape.name}",
+        *((f"ATTN_LDS={lds}",) if lds else ()),
+    )
+    threads = _WAVES * (64 if _is_amd(arch) else 32)
+    return Variant(shape.name, "kernels_gpu.cpp", defines, shape.name, threads, shape.tile_q, lds=lds)
+
+
+def _dynamic_shared(shape: _Shape) -> int:
+    """Return what kernels_gpu.cpp asserts of NVIDIA: rings of steps, q where it stays, partials to join."""
+    row = 2 * shape.head_dim
+    steps = 1 if shape.fp8 or shape.general else 3 if shape.tile_q == 16 else 2
+    blocks = 2 if shape.tile_q == 128 else 1
+    keys = steps * 2 * _KEYS * row
+    stays = blocks > 1 or shape.head_dim > 128
+    query = _WAVES * blocks * 16 * row if stays else 0
+    return keys + query

@@ -12,7 +12,7 @@ template <class T>
 ATTN_DEVICE void attend(const AttendParams& p, const WorkItem& item, T& tile) {
   const Rows rows = rows_of(p, item.request, item.q_tile);
   const Keys keys = keys_of_tile(p, rows, item, T::kKeys);
-  const float scale = logit_scale(p);
+  const float scale = logit_scale(p), left = scale_left<T>(p, scale);
   tile.open(p, item, rows);
   for (int kv = keys.begin; kv < keys.end; kv += T::kKeys) {
     const int n = least(T::kKeys, keys.end - kv);
@@ -25,7 +25,7 @@ ATTN_DEVICE void attend(const AttendParams& p, const WorkItem& item, T& tile) {
         typename T::Scores s = tile.scores(unit, kv);  // q k^T
         finish_logits<T>(p, rows, unit.facts, s, kv, scale);
         typename T::Row fade[T::kRows];
-        soften<T>(unit.state, s, fade);
+        soften<T>(unit.state, s, fade, left);
         tile.accumulate(unit, fade, s);  // out = out * fade + weights v
       }
     }

@@ -1,39 +1,71 @@
-// Matrix fragments of a 64-lane wave on CDNA3 and CDNA4: c[16][16] += a[16][kStep] b[kStep][16] in bfloat16.
+// What the GPU tile needs of a 64-lane wave on CDNA3 and CDNA4: lanes, exchanges, panels in shared memory, and matrix
+// fragments c[16][16] += a[16][depth] b[depth][16].
 //
 // The matrix instruction gets its operands swapped. Each lane then owns one row of c, so a softmax needs two
 // exchanges between lanes, and weights become the next product's operand without leaving their registers.
 #pragma once
-#include "portability.h"
+#include "convert.h"
 
 namespace attn {
 
 constexpr int kWave = 64, kFragRows = 1, kFragCols = 4;
+constexpr bool kHasAsyncCopy = false, kKeysFromGlobal = true, kQueryInShared = false;
 #if defined(__gfx950__)
-constexpr int kStep = 32;
+constexpr bool kDeep = true;  // products of depth 32
+constexpr int kNativeFp8 = kFloat8E4M3FN;
 #else
-constexpr int kStep = 16;
+constexpr bool kDeep = false;
+constexpr int kNativeFp8 = kFloat8E4M3FNUZ;
 #endif
 
-typedef __attribute__((ext_vector_type(4))) short Short4;
-typedef __attribute__((ext_vector_type(8))) __bf16 BFloat8;
+typedef __attribute__((ext_vector_type(2))) float Float2;
 typedef __attribute__((ext_vector_type(4))) float Float4;
-typedef __attribute__((ext_vector_type(4))) uint32_t Line;  // 16 bytes
-typedef __attribute__((address_space(3))) uint16_t* Shared;
+typedef __attribute__((ext_vector_type(4))) short Short4;
+typedef __attribute__((ext_vector_type(2))) _Float16 Half2;
+typedef __attribute__((ext_vector_type(4))) _Float16 Half4;
+typedef __attribute__((ext_vector_type(8))) _Float16 Half8;
+typedef __attribute__((ext_vector_type(8))) __bf16 BFloat8;
+typedef __attribute__((ext_vector_type(2))) uint32_t Words2;
+typedef __attribute__((ext_vector_type(4))) uint32_t Words4;
+struct alignas(16) Line {  // 16 bytes, eight elements
+  uint32_t x[4];
+};
+typedef __attribute__((address_space(3))) char* Shared;
+template <class T>
+using SharedOf = __attribute__((address_space(3))) T*;
 
 ATTN_DEVICE int thread_index() { return __builtin_amdgcn_workitem_id_x(); }
 ATTN_DEVICE int block_index() { return __builtin_amdgcn_workgroup_id_x(); }
 ATTN_DEVICE int lane_index() { return thread_index() & 63; }
 ATTN_DEVICE int wave_index() { return __builtin_amdgcn_readfirstlane(thread_index() >> 6); }
 ATTN_DEVICE void barrier() {
-  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup", "local");
   __builtin_amdgcn_s_barrier();
-  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup", "local");
+}
+// Shared memory serves a wave's accesses in order; only the compiler may not move them.
+ATTN_DEVICE void wave_barrier() {
+  __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
+  __builtin_amdgcn_wave_barrier();
 }
 ATTN_DEVICE float exp2_fast(float x) { return __builtin_amdgcn_exp2f(x); }
 ATTN_DEVICE float log2_fast(float x) { return __builtin_amdgcn_logf(x); }
-ATTN_DEVICE float exchange(float x, int mask) {
-  return bits_as<float>(__builtin_amdgcn_ds_bpermute((lane_index() ^ mask) << 2, bits_as<int>(x)));
+ATTN_DEVICE float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+ATTN_DEVICE uint32_t high_product(uint32_t a, uint32_t b) { return uint32_t((uint64_t(a) * b) >> 32); }
+template <class T>
+ATTN_DEVICE T from_lane(T x, int lane) {
+  if constexpr (sizeof(T) == 4) {
+    return bits_as<T>(__builtin_amdgcn_ds_bpermute(lane << 2, bits_as<int>(x)));
+  } else {
+    const Words2 w = bits_as<Words2>(x);
+    const Words2 got = {from_lane(w.x, lane), from_lane(w.y, lane)};
+    return bits_as<T>(got);
+  }
 }
+template <class T>
+ATTN_DEVICE T exchange(T x, int mask) { return from_lane(x, lane_index() ^ mask); }
+ATTN_DEVICE bool any_lane(bool x) { return __builtin_amdgcn_ballot_w64(x) != 0; }
+// Over the lanes that share a row of c.
 ATTN_DEVICE float row_max(float x) {
   x = __builtin_fmaxf(x, exchange(x, 16));
   return __builtin_fmaxf(x, exchange(x, 32));
@@ -42,65 +74,198 @@ ATTN_DEVICE float row_sum(float x) {
   x += exchange(x, 16);
   return x + exchange(x, 32);
 }
-ATTN_DEVICE uint16_t round_bf16(float x) { return bits_as<uint16_t>(__bf16(x)); }
+
+// Element types of the matrix unit.
+struct F16 {
+  static constexpr int kDType = kFloat16;
+  ATTN_MEMBER static uint32_t pair(float low, float high) {
+    const Half2 x = {_Float16(low), _Float16(high)};
+    return bits_as<uint32_t>(x);
+  }
+  ATTN_MEMBER static uint32_t exact_pair(float low, float high) {
+    return bits_as<uint32_t>(__builtin_amdgcn_cvt_pkrtz(low, high));
+  }
+  ATTN_MEMBER static float widen(uint16_t x) { return float(bits_as<_Float16>(x)); }
+  ATTN_MEMBER static uint32_t from_half_pair(uint32_t x) { return x; }
+};
+struct B16 {
+  static constexpr int kDType = kBFloat16;
+  ATTN_MEMBER static uint32_t upper_halves(uint32_t low, uint32_t high) {
+    return __builtin_amdgcn_perm(high, low, 0x07060302);
+  }
+  ATTN_MEMBER static uint32_t exact_pair(float low, float high) {
+    return upper_halves(bits_as<uint32_t>(low), bits_as<uint32_t>(high));
+  }
+  // To nearest; a tie goes up, which only the conversion of gfx950 spares its even half of.
+  ATTN_MEMBER static uint32_t pair(float low, float high) {
+#if defined(__gfx950__)
+    typedef __attribute__((ext_vector_type(2))) __bf16 BFloat2;
+    const BFloat2 x = {__bf16(low), __bf16(high)};
+    return bits_as<uint32_t>(x);
+#else
+    return upper_halves(bits_as<uint32_t>(low) + 0x8000, bits_as<uint32_t>(high) + 0x8000);
+#endif
+  }
+  ATTN_MEMBER static float widen(uint16_t x) { return bf16_to_float(x); }
+  ATTN_MEMBER static uint32_t from_half_pair(uint32_t x) {
+    const Half2 h = bits_as<Half2>(x);
+    return exact_pair(float(h.x), float(h.y));
+  }
+};
+
+// Two fp8 values of a word, from its lower or upper half, as a pair of halves. Exact; NaN stays NaN.
+template <bool Upper>
+ATTN_DEVICE uint32_t fp8_half_pair(uint32_t word, bool fnuz) {
+  const uint32_t wide = __builtin_amdgcn_perm(0, word, Upper ? 0x030c020c : 0x010c000c);
+  const uint32_t code = ((wide & 0x7f007f00) >> 1) | (wide & 0x80008000);  // the value times 2^-8, 2^-7 for fnuz
+  const _Float16 unit = fnuz ? _Float16(128.f) : _Float16(256.f);
+  const Half2 value = bits_as<Half2>(code) * Half2{unit, unit};
+  const uint32_t mask = fnuz ? 0xffff : 0x7fff, is_nan = fnuz ? 0x8000 : 0x7f00;
+  uint32_t pair = bits_as<uint32_t>(value);
+  if ((wide & mask) == is_nan) pair = (pair & 0xffff0000) | 0x7e00;
+  if (((wide >> 16) & mask) == is_nan) pair = (pair & 0xffff) | 0x7e000000;
+  return pair;
+}
 
 struct FragC { float x[4]; };
-struct alignas(16) FragA { uint16_t x[kStep / 4]; };
-using FragB = FragA;
+template <int N>
+struct alignas(2 * N) Frag {  // N elements of one row of a, or one column of b
+  uint32_t x[N / 2];
+};
 
-// Row and column of c that a lane's element (r, c) stands for, and the row of a that it loads.
+// Row and column of c that a lane's element (r, c) stands for.
 ATTN_DEVICE int frag_row(int) { return lane_index() & 15; }
 ATTN_DEVICE int frag_col(int c) { return (lane_index() >> 4) * 4 + c; }
+constexpr int kRun = 4;  // columns of c next to each other in a lane
 
-ATTN_DEVICE void multiply(FragC& c, const FragA& a, const FragB& b) {
+template <class E>
+ATTN_DEVICE void multiply(FragC& c, Words2 a, Words2 b) {
   Float4 sum = {c.x[0], c.x[1], c.x[2], c.x[3]};
-#if defined(__gfx950__)
-  sum = __builtin_amdgcn_mfma_f32_16x16x32_bf16(bits_as<BFloat8>(b), bits_as<BFloat8>(a), sum, 0, 0, 0);
-#else
-  Short4 left, right;
-  __builtin_memcpy(&left, b.x, sizeof(left));
-  __builtin_memcpy(&right, a.x, sizeof(right));
-  sum = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(left, right, sum, 0, 0, 0);
-#endif
+  if constexpr (E::kDType == kBFloat16)
+    sum = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(bits_as<Short4>(b), bits_as<Short4>(a), sum, 0, 0, 0);
+  else
+    sum = __builtin_amdgcn_mfma_f32_16x16x16f16(bits_as<Half4>(b), bits_as<Half4>(a), sum, 0, 0, 0);
+  ATTN_UNROLL
   for (int i = 0; i < 4; i++) c.x[i] = sum[i];
 }
-
-// Step k of a, from the global row that frag_row names.
-ATTN_DEVICE void load_a(FragA& a, const uint16_t* const (&row)[kFragRows], int k) {
-  const uint16_t* at = row[0] + k * kStep + (lane_index() >> 4) * (kStep / 4);
-  __builtin_memcpy(a.x, at, sizeof(uint16_t) * (kStep / 4));
+template <class E>
+ATTN_DEVICE void multiply(FragC& c, const Frag<4>& a, const Frag<4>& b) {
+  multiply<E>(c, Words2{a.x[0], a.x[1]}, Words2{b.x[0], b.x[1]});
+}
+template <class E>
+ATTN_DEVICE void multiply(FragC& c, const Frag<8>& a, const Frag<8>& b) {
+#if defined(__gfx950__)
+  Float4 sum = {c.x[0], c.x[1], c.x[2], c.x[3]};
+  if constexpr (E::kDType == kBFloat16)
+    sum = __builtin_amdgcn_mfma_f32_16x16x32_bf16(bits_as<BFloat8>(b), bits_as<BFloat8>(a), sum, 0, 0, 0);
+  else
+    sum = __builtin_amdgcn_mfma_f32_16x16x32_f16(bits_as<Half8>(b), bits_as<Half8>(a), sum, 0, 0, 0);
+  ATTN_UNROLL
+  for (int i = 0; i < 4; i++) c.x[i] = sum[i];
+#else
+  multiply<E>(c, Words2{a.x[0], a.x[1]}, Words2{b.x[0], b.x[1]});
+  multiply<E>(c, Words2{a.x[2], a.x[3]}, Words2{b.x[2], b.x[3]});
+#endif
 }
 
-// b[k][n] = key n, dim k; keys row by row in shared memory, `pitch` apart.
-ATTN_DEVICE void load_keys(FragB& b, Shared keys, int pitch, int n, int k) {
-  const Shared at = keys + (n * 16 + (lane_index() & 15)) * pitch + k * kStep + (lane_index() >> 4) * (kStep / 4);
-  ATTN_UNROLL
-  for (int i = 0; i < kStep / 4; i++) b.x[i] = at[i];
-}
+// Keys in shared memory, row by row. Lines of a row are shuffled, so that reading a column of lines meets every bank.
+template <int D>
+struct RowPanel {
+  ATTN_MEMBER static int at(int row, int line) { return (row * (D / 8) + (line ^ (row & 7))) * 16; }
+};
 
-// b[k][n] = value k, dim n; the order of keys is the one that to_a leaves them in.
-ATTN_DEVICE void load_values(FragB& b, Shared values, int pitch, int k, int n) {
-  ATTN_UNROLL
-  for (int i = 0; i < kStep / 4; i++) {
-    const int key = k * kStep + (i >> 2) * 16 + (lane_index() >> 4) * 4 + (i & 3);
-    b.x[i] = values[key * pitch + n * 16 + (lane_index() & 15)];
+// Values in shared memory, dim by dim, four keys side by side: what a product of weights and values reads at once.
+// Both the dims and the fours of a dim are shuffled, so that writing a line of a key and reading sixteen dims of four
+// keys meet every bank.
+template <int D, int Keys>
+struct ColumnPanel {
+  static constexpr int kFours = Keys / 4;
+  ATTN_MEMBER static int at(int key, int dim) {
+    const int place = dim ^ (dim >> 3 & 3);
+    const int four = (key >> 2) ^ (((kFours < 16 ? dim / (16 / kFours) : dim) ^ dim >> 4) & (kFours - 1));
+    return (place * kFours + four) * 8 + (key & 3) * 2;
   }
-}
+};
 
-ATTN_DEVICE void to_a(FragA& a, const FragC* c) {
-  ATTN_UNROLL
-  for (int t = 0; t < kStep / 16; t++) {
+template <class E, int D, int Keys>
+struct Fragments {
+  static constexpr int kKeyDepth = 32, kValueDepth = kDeep && Keys % 32 == 0 ? 32 : 16;
+  using Query = Frag<8>;
+  using Key = Frag<8>;
+  using Weights = Frag<kValueDepth / 4>;
+  using KeyPanel = RowPanel<D>;
+  using ValuePanel = ColumnPanel<D, Keys>;
+  static constexpr int kPanelBytes = Keys * D * 2;
+
+  // The line of a row of q that this lane reads for the k-th product, and the fragment that is there.
+  ATTN_MEMBER static int query_line(int k) { return k * 4 + (lane_index() >> 4); }
+  ATTN_MEMBER static Query read_query(Shared panel, int row, int line) {
+    return bits_as<Query>(*(SharedOf<Words4>)(panel + KeyPanel::at(row + (lane_index() & 15), line)));
+  }
+
+  // b[dim][key] of keys n * 16.. and dims k * 32.. .
+  ATTN_MEMBER static Key read_keys(Shared panel, int n, int k) {
+    const int lane = lane_index();
+    const auto at = (SharedOf<Words4>)(panel + KeyPanel::at(n * 16 + (lane & 15), k * 4 + (lane >> 4)));
+    return bits_as<Key>(*at);
+  }
+  // b[key][dim] of keys k * depth.. and dims n * 16..; keys in the order that weights() leaves them in.
+  ATTN_MEMBER static Weights read_values(Shared panel, int k, int n) {
+    Weights b;
+    const int lane = lane_index();
     ATTN_UNROLL
-    for (int i = 0; i < 4; i++) a.x[t * 4 + i] = round_bf16(c[t].x[i]);
+    for (int t = 0; t < kValueDepth / 16; t++) {
+      const int key = k * kValueDepth + t * 16 + (lane >> 4) * 4;
+      const Words2 words = *(SharedOf<Words2>)(panel + ValuePanel::at(key, n * 16 + (lane & 15)));
+      b.x[t * 2] = words.x, b.x[t * 2 + 1] = words.y;
+    }
+    return b;
   }
-}
+  ATTN_MEMBER static Weights weights(const FragC* c) {
+    Weights a;
+    ATTN_UNROLL
+    for (int i = 0; i < kValueDepth / 8; i++) a.x[i] = E::pair(c[i / 2].x[i % 2 * 2], c[i / 2].x[i % 2 * 2 + 1]);
+    return a;
+  }
+  template <class A>
+  ATTN_MEMBER static void multiply(FragC& c, const A& a, const A& b) { attn::multiply<E>(c, a, b); }
 
-ATTN_DEVICE void store_line(Shared to, Line line) { *(__attribute__((address_space(3))) Line*)to = line; }
-ATTN_DEVICE Line load_line(const uint16_t* from) {
-  Line line;  // heads need not start on 16 bytes
-  __builtin_memcpy(&line, from, sizeof(line));
-  return line;
-}
-ATTN_DEVICE Line zero_line() { return Line{0, 0, 0, 0}; }
+  // Puts line `line` of `Rows` neighbouring rows into a panel.
+  template <int Rows>
+  ATTN_MEMBER static void put_keys(Shared panel, int row, int line, const Line (&x)[Rows]) {
+    ATTN_UNROLL
+    for (int i = 0; i < Rows; i++) *(SharedOf<Words4>)(panel + KeyPanel::at(row + i, line)) = bits_as<Words4>(x[i]);
+  }
+  template <int Rows>
+  ATTN_MEMBER static void put_values(Shared panel, int row, int line, const Line (&x)[Rows]) {
+    constexpr int group = Rows < 4 ? Rows : 4;
+    ATTN_UNROLL
+    for (int g = 0; g < Rows; g += group) {
+      ATTN_UNROLL
+      for (int d = 0; d < 8; d++) {
+        const Shared at = panel + ValuePanel::at(row + g, line * 8 + d);
+        const uint32_t half = d & 1 ? 0x07060302 : 0x05040100;  // of a word of two rows
+        const auto both = [&](int i) { return __builtin_amdgcn_perm(x[i + 1].x[d >> 1], x[i].x[d >> 1], half); };
+        if constexpr (group == 4) *(SharedOf<Words2>)at = Words2{both(g), both(g + 2)};
+        else if constexpr (group == 2) *(SharedOf<uint32_t>)at = both(g);
+        else *(SharedOf<uint16_t>)at = uint16_t(d & 1 ? x[g].x[d >> 1] >> 16 : x[g].x[d >> 1]);
+      }
+    }
+  }
+};
+
+ATTN_DEVICE Line load_line(const void* from) { return bits_as<Line>(*global(static_cast<const Words4*>(from))); }
+ATTN_DEVICE void store_line(void* to, const Line& x) { *global(static_cast<Words4*>(to)) = bits_as<Words4>(x); }
+ATTN_DEVICE uint32_t load_word(const void* from) { return *global(static_cast<const uint32_t*>(from)); }
+ATTN_DEVICE uint32_t read_word(Shared at) { return *(SharedOf<uint32_t>)at; }
+ATTN_DEVICE void write_word(Shared at, uint32_t x) { *(SharedOf<uint32_t>)at = x; }
+ATTN_DEVICE uint16_t read_element(Shared at) { return *(SharedOf<uint16_t>)at; }
+ATTN_DEVICE void write_element(Shared at, uint16_t x) { *(SharedOf<uint16_t>)at = x; }
+
+// There are no copies that the tile would have to wait for: it keeps lines in registers on their way.
+ATTN_DEVICE void copy_line(Shared, const void*, bool) {}
+ATTN_DEVICE void close_copies() {}
+template <int N>
+ATTN_DEVICE void await_copies() {}
 
 }  // namespace attn

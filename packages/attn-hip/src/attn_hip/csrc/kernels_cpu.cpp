@@ -161,7 +161,7 @@ void append_rows(const AppendParams& p, int64_t begin, int64_t end) {
 }
 
 void sample_requests(const SampleParams& p, int64_t begin, int64_t end) {
-  for (int64_t i = begin; i < end; i++) sample_request(p, i);
+  for (int64_t i = begin; i < end; i++) sample_request(p, i, true, draw);
 }
 
 void rope_turns(int head_dim, double theta, double scale, double* out) {

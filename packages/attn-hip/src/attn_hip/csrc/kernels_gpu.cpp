@@ -1,35 +1,46 @@
-// The GPU build: device code only. One block runs one work item; tile_q is GpuTile::kHeight.
+// The attention kernel of a GPU: device code only. One block runs one work item.
 //
 //   gfx942  clang++ -x hip --offload-arch=gfx942 --cuda-device-only --no-gpu-bundle-output -nogpulib -nogpuinc
 //           -std=c++17 -O3 -mcode-object-version=5
 //   sm_90   nvcc -x cu -std=c++17 -arch=sm_90 -O3 -cubin
+//
+// A variant is chosen by definitions (see variants.py):
+//   ATTN_Q        type of query and matrix products: 1 float16, 2 bfloat16
+//   ATTN_KV       plain kernels: 0 cache of the query's type, 1 fp8
+//   ATTN_D        head dim, or what smaller ones are padded to: 64, 128, 256
+//   ATTN_TILE     packed rows: 16 (waves split the keys), 64, 128
+//   ATTN_GENERAL  0: causal and window only, head dims of ATTN_D; 1: everything
+//   ATTN_ENTRY    name of the kernel
 #include "tile_gpu.h"
-
-#ifndef ATTN_WAVES
-#define ATTN_WAVES 4
-#endif
-#ifndef ATTN_KEYS
-#define ATTN_KEYS 64
-#endif
 
 namespace attn {
 
-template <int D>
-ATTN_DEVICE void attend_block(const AttendLaunch& launch) {
-  using Tile = GpuTile<D, ATTN_WAVES, ATTN_KEYS>;
-  if (block_index() >= launch.counts[0]) return;
-  ATTN_SHARED uint16_t keys[Tile::kPanel];
-  ATTN_SHARED uint16_t values[Tile::kPanel];
-  Tile tile((Shared)keys, (Shared)values);
-  attend<Tile>(launch.params, launch.items[block_index()], tile);
-}
+constexpr int kWaves = 4;
+constexpr bool kSplitKeys = ATTN_TILE == 16;
+#if ATTN_Q == 1
+using Element = F16;
+#else
+using Element = B16;
+#endif
+using Tile = GpuTile<Element, ATTN_D, ATTN_TILE == 128 ? 2 : 1, kWaves, kSplitKeys, ATTN_GENERAL, ATTN_KV>;
+static_assert(Tile::kHeight == ATTN_TILE, "tiles are of the planned height");
+
+// What registers should leave room for: waves of a SIMD, blocks of a multiprocessor.
+constexpr int kSimdWaves = kSplitKeys && ATTN_D < 256 && !ATTN_GENERAL ? 4 : 2;
+constexpr int kBlocks = ATTN_D == 256 ? 1 : kSplitKeys && ATTN_D == 64 && !ATTN_GENERAL ? 4 : 2;
+#if defined(ATTN_LDS)
+static_assert(Tile::kSharedBytes == ATTN_LDS, "variants.py knows what a launch asks for");
+#endif
 
 }  // namespace attn
 
-extern "C" ATTN_GLOBAL ATTN_BLOCK_THREADS(ATTN_WAVES * attn::kWave) void attend_bf16_64(attn::AttendLaunch launch) {
-  attn::attend_block<64>(launch);
-}
-
-extern "C" ATTN_GLOBAL ATTN_BLOCK_THREADS(ATTN_WAVES * attn::kWave) void attend_bf16_128(attn::AttendLaunch launch) {
-  attn::attend_block<128>(launch);
+extern "C" ATTN_GLOBAL ATTN_BLOCK(attn::Tile::kThreads, attn::kSimdWaves, attn::kBlocks)
+void ATTN_ENTRY(ATTN_ARGUMENT attn::AttendLaunch launch) {
+  using namespace attn;
+  if (block_index() >= launch.counts[0]) return;
+  ATTN_BLOCK_MEMORY(shared, Tile::kSharedBytes);
+  const WorkItem item = launch.items[block_index()];
+  const AttendParams& p = launch.params;
+  Tile tile(p, item, rows_of(p, item.request, item.q_tile), (Shared)shared);
+  attend<Tile>(p, item, tile);
 }

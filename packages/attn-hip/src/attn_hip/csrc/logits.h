@@ -1,4 +1,7 @@
 // From raw products q.k to base-2 logits: scale, ALiBi, soft cap, mask.
+//
+// T::kPlain: none of ALiBi, soft cap and custom mask is compiled in. T::kFolds: where nothing comes between scale and
+// exponential, the exponential takes the scale along.
 #pragma once
 #include "rows.h"
 
@@ -19,16 +22,30 @@ ATTN_DEVICE bool sees_any(const RowFacts<T>& facts, int kv, int n) {
 }
 
 template <class T>
+ATTN_DEVICE bool is_bent(const AttendParams& p) {  // whether logits are more than scaled products
+  return !T::kPlain && (p.position == kPositionAlibi || p.soft_cap > 0.f);
+}
+
+// What finish_logits leaves for the exponential to multiply.
+template <class T>
+ATTN_DEVICE float scale_left(const AttendParams& p, float scale) {
+  return T::kFolds && scale > 0.f && !is_bent<T>(p) ? scale * kLog2e : 1.f;
+}
+
+template <class T>
 ATTN_DEVICE void finish_logits(const AttendParams& p, const Rows& rows, const RowFacts<T>& facts,
                                typename T::Scores& s, int kv, float scale) {
-  const bool alibi = p.position == kPositionAlibi, capped = p.soft_cap > 0.f;
+  const bool alibi = !T::kPlain && p.position == kPositionAlibi, capped = !T::kPlain && p.soft_cap > 0.f;
+  const bool folded = T::kFolds && scale > 0.f && !is_bent<T>(p);
   const float first = alibi || capped ? scale : scale * kLog2e;
   const bool cut = kv < facts.most_begin || kv + s.span() > facts.least_end;
-  const uint8_t* bits = p.mask == kMaskCustom ? p.custom_mask + p.mask_indptr[rows.request] : nullptr;
+  const bool masked = !T::kPlain && p.mask == kMaskCustom;
   ATTN_UNROLL
   for (int r = 0; r < T::kRows; r++) {
-    ATTN_UNROLL_LANE
-    for (int c = 0; c < s.cols(); c++) s.set(r, c, s.get(r, c) * first);
+    if (!folded) {
+      ATTN_UNROLL_LANE
+      for (int c = 0; c < s.cols(); c++) s.set(r, c, s.get(r, c) * first);
+    }
     if (alibi) {
       ATTN_UNROLL_LANE
       for (int c = 0; c < s.cols(); c++)
@@ -50,7 +67,8 @@ ATTN_DEVICE void finish_logits(const AttendParams& p, const Rows& rows, const Ro
         s.set(r, c, T::pick(T::within(key, facts.begin[r], facts.end[r]), s.get(r, c), T::elem(-kInfinity)));
       }
     }
-    if (bits) {
+    if (masked) {
+      const uint8_t* bits = p.custom_mask + p.mask_indptr[rows.request];
       ATTN_UNROLL_LANE
       for (int c = 0; c < s.cols(); c++) {
         const auto seen = T::mask_bits(bits, rows, facts.query[r], T::key(kv, c));

@@ -19,14 +19,20 @@
 #define ATTN_DEVICE static __attribute__((device)) __attribute__((always_inline)) inline
 #define ATTN_MEMBER __attribute__((device)) __attribute__((always_inline)) inline
 #define ATTN_SHARED __attribute__((shared))
-#define ATTN_BLOCK_THREADS(n) __attribute__((amdgpu_flat_work_group_size(n, n)))
+// Threads of a block, and waves that a SIMD should hold (AMD) or blocks that a multiprocessor should (NVIDIA).
+#define ATTN_BLOCK(threads, waves, blocks) \
+  __attribute__((amdgpu_flat_work_group_size(threads, threads), amdgpu_waves_per_eu(waves)))
+#define ATTN_ARGUMENT const
+#define ATTN_BLOCK_MEMORY(name, bytes) __attribute__((shared, aligned(16))) char name[bytes]
 #define ATTN_UNROLL _Pragma("unroll")
 #elif ATTN_NVIDIA
 #define ATTN_GLOBAL __global__
 #define ATTN_DEVICE static __device__ __forceinline__
 #define ATTN_MEMBER __device__ __forceinline__
 #define ATTN_SHARED __shared__ __align__(16)
-#define ATTN_BLOCK_THREADS(n) __launch_bounds__(n)
+#define ATTN_BLOCK(threads, waves, blocks) __launch_bounds__(threads, blocks)
+#define ATTN_ARGUMENT const __grid_constant__
+#define ATTN_BLOCK_MEMORY(name, bytes) extern __shared__ __align__(16) char name[]
 #define ATTN_UNROLL _Pragma("unroll")
 #else
 #define ATTN_DEVICE static inline __attribute__((always_inline))
@@ -36,6 +42,25 @@
 #else
 #define ATTN_UNROLL _Pragma("GCC unroll 64")
 #endif
+#endif
+
+#define ATTN_ROLL _Pragma("unroll 1")
+
+// A pointer that is known to lead to device memory: AMD reads shared and device memory by different instructions.
+#if ATTN_AMD
+namespace attn {
+template <class T>
+ATTN_DEVICE __attribute__((address_space(1))) T* global(T* p) {
+  return (__attribute__((address_space(1))) T*)p;
+}
+}  // namespace attn
+#else
+namespace attn {
+template <class T>
+ATTN_DEVICE T* global(T* p) {
+  return p;
+}
+}  // namespace attn
 #endif
 
 // For loops over what a lane owns: registers on a GPU, memory on a CPU.
@@ -60,5 +85,6 @@ ATTN_DEVICE To bits_as(From from) {
 
 ATTN_DEVICE int least(int a, int b) { return a < b ? a : b; }
 ATTN_DEVICE int most(int a, int b) { return a > b ? a : b; }
+constexpr int most_of(int a, int b) { return a > b ? a : b; }
 
 }  // namespace attn

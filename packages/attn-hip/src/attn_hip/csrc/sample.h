@@ -46,9 +46,18 @@ struct LastRows {
 
 ATTN_DEVICE bool is_weight(float x) { return x >= 0.f && x < kInfinity; }
 
+constexpr float kLeastRest = 0x1p-119f;  // the smallest weight that does not truncate to 0 below
+
+// The power of two that makes 40-bit integers of weights up to `top`.
+ATTN_DEVICE float weight_scale(float top) {
+  constexpr int bits = 40, least_exponent = -80;
+  const int exponent = int(bits_as<uint32_t>(top) >> 23) - 127;
+  const int scale_exponent = bits - 1 - most(exponent, least_exponent);
+  return bits_as<float>(uint32_t(scale_exponent + 127) << 23);
+}
+
 // Index drawn with probability proportional to its weight, or -1 where none can be.
 ATTN_DEVICE int draw(LastRows rows, bool rejected, double u) {
-  constexpr int bits = 40, least_exponent = -80;
   const int64_t vocab = rows.p.vocab_size;
   float top = 0.f, top_rest = 0.f;
   for (int64_t i = 0; i < vocab; i++) {
@@ -60,10 +69,8 @@ ATTN_DEVICE int draw(LastRows rows, bool rejected, double u) {
     const float rest = rows.rest_at(i);
     top_rest = rest > top_rest ? rest : top_rest;
   }
-  rows.residual = rejected && top_rest >= 0x1p-119f;  // the smallest weight that does not truncate to 0 below
-  const int exponent = int(bits_as<uint32_t>(rows.residual ? top_rest : top) >> 23) - 127;
-  const int scale_exponent = bits - 1 - most(exponent, least_exponent);
-  const float scale = bits_as<float>(uint32_t(scale_exponent + 127) << 23);
+  rows.residual = rejected && top_rest >= kLeastRest;
+  const float scale = weight_scale(rows.residual ? top_rest : top);
   int64_t total = 0, running = 0;
   for (int64_t i = 0; i < vocab; i++) total += int64_t(rows.at(i) * scale);
   if (total == 0) return -1;
@@ -83,7 +90,9 @@ ATTN_DEVICE bool passes(const SampleParams& p, int64_t request, int position, in
   return q >= 0 && w > 0 && w < double(kInfinity) && (u * q < w || q <= w);
 }
 
-ATTN_DEVICE void sample_request(const SampleParams& p, int64_t request) {
+// Every thread of the caller's may do the same: `draw_last(rows, rejected, u)` draws, `writes` says who writes.
+template <class Draw>
+ATTN_DEVICE void sample_request(const SampleParams& p, int64_t request, bool writes, Draw draw_last) {
   const uint64_t seed = uint64_t(p.seed[p.num_seeds > 1 ? request : 0]);
   const uint64_t offset = uint64_t(p.offset[p.num_offsets > 1 ? request : 0]);
   const uint32_t row = p.num_seeds > 1 ? 0 : uint32_t(request);  // a seed per request replaces the row number
@@ -96,15 +105,20 @@ ATTN_DEVICE void sample_request(const SampleParams& p, int64_t request) {
     if (id < 0 || id >= p.vocab_size) break;
     const Words random = words(drafts);
     const bool passed = passes(p, request, drafts, id, uniform53(random.x[0], random.x[1]));
-    if (passed && emitted == drafts) p.tokens[request * (p.num_drafts + 1) + emitted++] = int32_t(id);
+    if (passed && emitted == drafts) {
+      if (writes) p.tokens[request * (p.num_drafts + 1) + emitted] = int32_t(id);
+      emitted++;
+    }
     accepted += passed;
   }
   const Words random = words(emitted);
   const LastRows rows = {p, request * p.target_stride_row + emitted * p.target_stride_position,
                          request * p.draft_stride_row + least(emitted, p.num_drafts - 1) * p.draft_stride_position,
                          false};
+  const int last = draw_last(rows, emitted < drafts, uniform53(random.x[2], random.x[3]));
+  if (!writes) return;
   int32_t* tokens = p.tokens + request * (p.num_drafts + 1);
-  tokens[emitted] = draw(rows, emitted < drafts, uniform53(random.x[2], random.x[3]));
+  tokens[emitted] = last;
   for (int i = emitted + 1; i <= p.num_drafts; i++) tokens[i] = -1;
   p.accepted[request * p.accepted_stride] += accepted;
   p.emitted[request * p.emitted_stride] += emitted;

@@ -23,8 +23,13 @@ ATTN_DEVICE void clear(RowState<T>& state) {
 }
 
 // Turns scores into weights 2^(score - top) and returns in `fade` what the sums and outputs so far are worth now.
+// A target that folds takes scores before they are scaled; `scale` > 0 then joins them in the exponent.
 template <class T>
-ATTN_DEVICE void soften(RowState<T>& state, typename T::Scores& s, typename T::Row (&fade)[T::kRows]) {
+ATTN_DEVICE void soften(RowState<T>& state, typename T::Scores& s, typename T::Row (&fade)[T::kRows], float scale) {
+  const auto weight = [scale](auto score, auto base) {
+    if constexpr (T::kFolds) return T::exp2_scaled(score, base, scale);
+    else return T::exp2(score - base);
+  };
   ATTN_UNROLL
   for (int r = 0; r < T::kRows; r++) {
     typename T::Elem best = T::elem(-kInfinity);
@@ -33,13 +38,13 @@ ATTN_DEVICE void soften(RowState<T>& state, typename T::Scores& s, typename T::R
     const typename T::Row top = T::max(state.top[r], T::max_across(best));
     // A row that has seen no key has top = -inf, and -inf - -inf would make NaN of nothing.
     const typename T::Row base = T::pick(top == T::row(-kInfinity), T::row(0.f), top);
-    fade[r] = T::exp2(state.top[r] - base);
+    fade[r] = weight(state.top[r], base);
     typename T::Elem sum = T::elem(0.f);
     ATTN_UNROLL_LANE
     for (int c = 0; c < s.cols(); c++) {
-      const typename T::Elem weight = T::exp2(s.get(r, c) - base);
-      s.set(r, c, weight);
-      sum += weight;
+      const typename T::Elem w = weight(s.get(r, c), base);
+      s.set(r, c, w);
+      sum += w;
     }
     state.sum[r] = state.sum[r] * fade[r] + T::sum_across(sum);
     state.top[r] = top;
@@ -52,9 +57,11 @@ ATTN_DEVICE typename T::Row share(const RowState<T>& state, int r, float scale) 
   return T::pick(state.sum[r] == T::row(0.f), T::row(0.f), T::row(scale) / state.sum[r]);
 }
 
+// In base 2; -inf without a key, as -inf + -inf.
 template <class T>
-ATTN_DEVICE typename T::Row log_sum(const RowState<T>& state, int r) {
-  return state.top[r] + T::log2(state.sum[r]);  // -inf + -inf without a key
+ATTN_DEVICE typename T::Row log_sum(const RowState<T>& state, int r, float scale = 1.f) {
+  if constexpr (T::kFolds) return state.top[r] * scale + T::log2(state.sum[r]);
+  else return state.top[r] + T::log2(state.sum[r]);
 }
 
 }  // namespace attn

@@ -219,6 +219,7 @@ template <class Self, class E, bool Staged, int Step>
 class CpuTile {
  public:
   static constexpr int kKeys = Step;
+  static constexpr bool kPlain = false, kFolds = false;
 
   CpuTile(Arena arena) : arena_(arena) {}
   int heads() const { return item_->num_heads; }

@@ -1,40 +1,53 @@
-// GPU tile: a block of Waves waves, 16 packed rows each, over steps of Step keys staged in shared memory.
+// GPU tile: a block of Waves waves over steps of keys staged in shared memory.
 //
-// bfloat16 query and cache, head dimension D for both; rows of q and of the cache start on 16 bytes.
+//   rows split   16 * Blocks packed rows for each wave, all keys of a step for all: prefill and long verify;
+//   keys split   16 packed rows for all waves, each with keys of its own and joined at the end: decode, where reading
+//                the cache is all that counts and no wave should wait for another.
+//
+// General: any features and any head dims up to D; else head dims are D, and position and mask kMaskNone or causal.
 #pragma once
 #include "attend.h"
-#include "convert.h"
-#if ATTN_AMD
-#include "fragment_amd.h"
-#else
-#include "fragment_nvidia.h"
-#endif
+#include "output_gpu.h"
+#include "rope.h"
+#include "stage_gpu.h"
 
 namespace attn {
 
-template <int D, int Waves, int Step>
+template <class E, int D, int Blocks, int Waves, bool SplitKeys, bool General, bool Fp8>
 class GpuTile {
+  using Stage = Stager<E, D, Waves, SplitKeys, General, Fp8>;
+  using Frags = typename Stage::Frags;
+  static constexpr int kScoreCols = Stage::kPanelKeys / 16, kQueryFrags = D / Frags::kKeyDepth;
+  // Fragments of q stay in registers, or are read from shared memory at every step.
+  static constexpr bool kKeepsQuery = !kHasAsyncCopy || (Blocks == 1 && D <= 128);
+  static constexpr int kQueryBytes = Waves * Blocks * 16 * D * 2;
+  // On its way to registers q passes through the memory of the last step, which is not in use yet.
+  static constexpr int kQueryAt = kKeepsQuery ? Stage::kBytes - Stage::kStageBytes : Stage::kBytes;
+  static constexpr int kJoinBytes = SplitKeys ? Waves / 2 * 16 * D * 4 : 0;
+
  public:
-  static constexpr int kKeys = Step, kRows = kFragRows, kHeight = 16 * Waves, kThreads = Waves * kWave;
-  static constexpr int kPitch = D + 8;  // spreads rows over the banks
-  static constexpr int kPanel = Step * kPitch;
+  static constexpr int kKeys = Stage::kKeys, kRows = Blocks * kFragRows, kThreads = Waves * kWave;
+  static constexpr int kHeight = 16 * Blocks * (SplitKeys ? 1 : Waves);
+  static constexpr int kSharedBytes = most_of(most_of(Stage::kBytes, kQueryAt + kQueryBytes), kJoinBytes);
+  static constexpr bool kPlain = !General, kFolds = true;
   using Row = float;
   using RowInt = int;
   using Elem = float;
 
   struct Scores {
-    FragC x[Step / 16];
-    ATTN_MEMBER static constexpr int cols() { return Step / 16 * kFragCols; }
-    ATTN_MEMBER static constexpr int span() { return Step; }
-    ATTN_MEMBER float get(int r, int c) const { return x[c / kFragCols].x[r * kFragCols + c % kFragCols]; }
-    ATTN_MEMBER void set(int r, int c, float e) { x[c / kFragCols].x[r * kFragCols + c % kFragCols] = e; }
+    FragC x[Blocks][kScoreCols];
+    ATTN_MEMBER static constexpr int cols() { return kScoreCols * kFragCols; }
+    ATTN_MEMBER static constexpr int span() { return kKeys; }
+    ATTN_MEMBER float get(int r, int c) const { return x[r / kFragRows][c / kFragCols].x[place(r, c)]; }
+    ATTN_MEMBER void set(int r, int c, float e) { x[r / kFragRows][c / kFragCols].x[place(r, c)] = e; }
+    ATTN_MEMBER static constexpr int place(int r, int c) { return r % kFragRows * kFragCols + c % kFragCols; }
   };
 
   struct Unit {
     RowFacts<GpuTile> facts;
     RowState<GpuTile> state;
-    FragA q[D / kStep];
-    FragC out[D / 16];
+    typename Frags::Query q[kKeepsQuery ? Blocks : 1][kKeepsQuery ? kQueryFrags : 1];
+    FragC out[Blocks][D / 16];
   };
 
   ATTN_MEMBER static float row(float x) { return x; }
@@ -43,6 +56,9 @@ class GpuTile {
   ATTN_MEMBER static float max_across(float x) { return row_max(x); }
   ATTN_MEMBER static float sum_across(float x) { return row_sum(x); }
   ATTN_MEMBER static float exp2(float x) { return exp2_fast(x); }
+  ATTN_MEMBER static float exp2_scaled(float x, float base, float scale) {
+    return exp2_fast(multiply_add(x, scale, -base * scale));
+  }
   ATTN_MEMBER static float log2(float x) { return log2_fast(x); }
   ATTN_MEMBER static float tanh(float x) {
     const float y = x > 10.f ? 10.f : (x < -10.f ? -10.f : x);
@@ -51,128 +67,293 @@ class GpuTile {
   }
   ATTN_MEMBER static float pick(bool which, float yes, float no) { return which ? yes : no; }
   ATTN_MEMBER static float to_float(int x) { return float(x); }
-  ATTN_MEMBER static int key(int kv, int c) { return kv + c / kFragCols * 16 + frag_col(c % kFragCols); }
+  ATTN_MEMBER static int key(int kv, int c) {
+    return kv + (SplitKeys ? wave_index() * Stage::kWaveKeys : 0) + c / kFragCols * 16 + frag_col(c % kFragCols);
+  }
   ATTN_MEMBER static bool within(int key, int begin, int end) { return key >= begin && key < end; }
   ATTN_MEMBER static bool mask_bits(const uint8_t* bits, const Rows& rows, int query, int key) {
     const int64_t bit = int64_t(query) * rows.kv_len + least(key, rows.kv_len - 1);
-    return bits[bit >> 3] >> (bit & 7) & 1;
+    return global(bits)[bit >> 3] >> (bit & 7) & 1;
   }
 
-  ATTN_MEMBER GpuTile(Shared keys, Shared values) : keys_(keys), values_(values) {}
+  ATTN_MEMBER GpuTile(const AttendParams& p, const WorkItem& item, const Rows& rows, Shared shared)
+      : p_(p), item_(item), rows_(rows), shared_(shared),
+        stage_(p, item, shared, keys_of_tile(p, rows, item, kKeys)) {}
   ATTN_MEMBER static constexpr int heads() { return 1; }
   ATTN_MEMBER static constexpr int units() { return 1; }
   ATTN_MEMBER Unit& unit(int, int) { return unit_; }
 
   ATTN_MEMBER void open(const AttendParams& p, const WorkItem& item, const Rows& rows) {
-    p_ = &p, item_ = &item, rows_ = rows;
-    first_ = rows.first + wave_index() * 16;
+    first_ = rows.first + (SplitKeys ? 0 : wave_index() * 16 * Blocks);
     last_ = rows.first + rows.count - 1;
     RowFacts<GpuTile>& facts = unit_.facts;
-    const uint16_t* q[kFragRows];
     ATTN_UNROLL
     for (int r = 0; r < kRows; r++) {
-      const int packed = least(first_ + frag_row(r), last_), query = packed / p.group;
+      const int packed = packed_row(r), query = packed / p.group;
       const Keys seen = keys_of(p, rows, query);
       facts.query[r] = query, facts.begin[r] = seen.begin, facts.end[r] = least(seen.end, item.kv_end);
-      facts.slope[r] = p.position == kPositionAlibi ? p.alibi_slopes[item.kv_head * p.group + packed % p.group] : 0.f;
-      q[r] = static_cast<const uint16_t*>(p.q) +
-             row_offset(p, rows, packed, item.kv_head, p.q_stride_row, p.q_stride_head);
+      facts.slope[r] = !General || p.position != kPositionAlibi
+                           ? 0.f
+                           : p.alibi_slopes[item.kv_head * p.group + packed - query * p.group];
     }
     const Keys low = keys_of(p, rows, least(first_, last_) / p.group);
-    const Keys high = keys_of(p, rows, least(first_ + 15, last_) / p.group);
+    const Keys high = keys_of(p, rows, least(first_ + 16 * Blocks - 1, last_) / p.group);
     facts.least_begin = low.begin, facts.most_begin = high.begin;
     facts.least_end = least(low.end, item.kv_end);
     facts.most_end = first_ <= last_ ? least(high.end, item.kv_end) : 0;
     clear<GpuTile>(unit_.state);
+    load_query();
     ATTN_UNROLL
-    for (int i = 0; i < D / kStep; i++) load_a(unit_.q[i], q, i);
-    ATTN_UNROLL
-    for (int i = 0; i < D / 16; i++) {
+    for (int b = 0; b < Blocks; b++) {
       ATTN_UNROLL
-      for (int e = 0; e < kRows * kFragCols; e++) unit_.out[i].x[e] = 0.f;
+      for (int i = 0; i < D / 16; i++) unit_.out[b][i] = FragC{};
     }
   }
 
-  ATTN_MEMBER void seek(int kv, int n, int) { kv_ = kv, n_ = n; }
+  ATTN_MEMBER void seek(int kv, int, int) { kv_ = kv; }
 
-  // Rows behind the last key become zeros; slots there are never read.
   ATTN_MEMBER void stage(int) {
-    const auto* k = static_cast<const uint16_t*>(p_->k) + item_->kv_head * p_->k_stride_head;
-    const auto* v = static_cast<const uint16_t*>(p_->v) + item_->kv_head * p_->v_stride_head;
-    barrier();
-    for (int i = thread_index(); i < Step * D / 8; i += kThreads) {
-      const int t = i / (D / 8), d = i % (D / 8) * 8;
-      Line key = zero_line(), value = zero_line();
-      if (t < n_) {
-        const Place at = place_of(*p_, item_->request, kv_ + t);
-        key = load_line(k + at.k + d);
-        value = load_line(v + at.v + d);
-      }
-      store_line(keys_ + t * kPitch + d, key);
-      store_line(values_ + t * kPitch + d, value);
-    }
-    barrier();
+    stage_.advance();
+    if (!General || p_.position != kPositionRope) return;
+    rotate_keys();
+    stage_.join();
   }
 
   ATTN_MEMBER Scores scores(const Unit& unit, int) const {
-    Scores s;
+    Scores s = {};
+    const Shared keys = stage_.keys();
     ATTN_UNROLL
-    for (int n = 0; n < Step / 16; n++) {
+    for (int k = 0; k < kQueryFrags; k++) {
+      typename Frags::Query q[Blocks];
       ATTN_UNROLL
-      for (int e = 0; e < kRows * kFragCols; e++) s.x[n].x[e] = 0.f;
+      for (int b = 0; b < Blocks; b++) {
+        if constexpr (kKeepsQuery) q[b] = unit.q[b][k];
+        else q[b] = Frags::read_query(queries(), b * 16, Frags::query_line(k));
+      }
       ATTN_UNROLL
-      for (int k = 0; k < D / kStep; k++) {
-        FragB b;
-        load_keys(b, keys_, kPitch, n, k);
-        multiply(s.x[n], unit.q[k], b);
+      for (int n = 0; n < kScoreCols; n++) {
+        typename Frags::Key key;
+        if constexpr (Stage::kDirect) key = bits_as<typename Frags::Key>(stage_.key_line(k));
+        else key = Frags::read_keys(keys, n, k);
+        ATTN_UNROLL
+        for (int b = 0; b < Blocks; b++) Frags::multiply(s.x[b][n], q[b], key);
       }
     }
     return s;
   }
 
   ATTN_MEMBER void accumulate(Unit& unit, const float (&fade)[kRows], const Scores& s) const {
+    bool fades = false;
     ATTN_UNROLL
-    for (int i = 0; i < D / 16; i++) {
+    for (int r = 0; r < kRows; r++) fades |= fade[r] != 1.f;
+    if (any_lane(fades)) scale_out(unit, fade);
+    const Shared values = stage_.values();
+    ATTN_UNROLL
+    for (int k = 0; k < Stage::kPanelKeys / Frags::kValueDepth; k++) {
+      typename Frags::Weights weights[Blocks];
       ATTN_UNROLL
-      for (int e = 0; e < kRows * kFragCols; e++) unit.out[i].x[e] *= fade[e / kFragCols];
-    }
-    ATTN_UNROLL
-    for (int k = 0; k < Step / kStep; k++) {
-      FragA weights;
-      to_a(weights, &s.x[k * (kStep / 16)]);
+      for (int b = 0; b < Blocks; b++) weights[b] = Frags::weights(&s.x[b][k * (Frags::kValueDepth / 16)]);
       ATTN_UNROLL
       for (int i = 0; i < D / 16; i++) {
-        FragB b;
-        load_values(b, values_, kPitch, k, i);
-        multiply(unit.out[i], weights, b);
+        const auto value = Frags::read_values(values, k, i);
+        ATTN_UNROLL
+        for (int b = 0; b < Blocks; b++) Frags::multiply(unit.out[b][i], weights[b], value);
       }
     }
   }
 
   ATTN_MEMBER void close(float scale) {
+    const float left = scale_left<GpuTile>(p_, logit_scale(p_));
+    if constexpr (SplitKeys) {
+      join_waves(left);
+      if (wave_index() != 0) return;
+    }
     ATTN_UNROLL
     for (int r = 0; r < kRows; r++) {
-      const int packed = first_ + frag_row(r);
-      const float part = share<GpuTile>(unit_.state, r, scale), lse = log_sum<GpuTile>(unit_.state, r);
+      const int packed = first_ + r / kFragRows * 16 + frag_row(r % kFragRows);
+      const float part = share<GpuTile>(unit_.state, r, scale), lse = log_sum<GpuTile>(unit_.state, r, left);
       if (packed > last_) continue;
-      const Sink sink = sink_of(*p_, rows_, *item_, packed, item_->kv_head);
-      ATTN_UNROLL
-      for (int c = 0; c < D / 16 * kFragCols; c++) {
-        const int d = c / kFragCols * 16 + frag_col(c % kFragCols);
-        const float x = unit_.out[c / kFragCols].x[r * kFragCols + c % kFragCols];
-        store_element(sink.out, sink.offset + d, sink.dtype, x * part);
+      const Sink sink = sink_of(p_, rows_, item_, packed, item_.kv_head);
+      switch (sink.dtype) {
+        case kFloat32: write_row<float>(sink, r, part); break;
+        case kFloat16: write_row<F16>(sink, r, part); break;
+        default: write_row<B16>(sink, r, part);
       }
-      if (frag_col(0) == 0 && sink.lse) *sink.lse = lse;
+      if (frag_col(0) == 0 && sink.lse) *global(sink.lse) = lse;
     }
   }
 
  private:
-  const AttendParams* p_;
-  const WorkItem* item_;
-  Rows rows_;
+  // The row of q that stands behind row r of this lane; rows behind the last repeat it.
+  ATTN_MEMBER int packed_row(int r) const {
+    return least(first_ + r / kFragRows * 16 + frag_row(r % kFragRows), last_);
+  }
+  ATTN_MEMBER Shared queries() const {
+    return shared_ + kQueryAt + wave_index() * (Blocks * 16 * D * 2);
+  }
+
+  // An element of a query head, rotated where RoPE asks for it; 0 behind its last dim.
+  ATTN_MEMBER uint16_t query_element(const uint16_t* q, int query, int d) const {
+    if (!General) return q[d];
+    if (d >= p_.head_dim_qk) return 0;
+    if (p_.position != kPositionRope) return q[d];
+    const int half = p_.head_dim_qk / 2, i = d < half ? d : d - half;
+    const float turn = turn_of(p_.rope_turns[i], rows_.kv_len - rows_.q_len + query);
+    const float x = E::widen(q[d]), other = E::widen(q[d < half ? d + half : i]);
+    const float sine = d < half ? -sin_turn(turn) : sin_turn(turn);
+    return uint16_t(E::pair(x * cos_turn(turn) + other * sine, 0.f));
+  }
+
+  ATTN_MEMBER Line query_line(int packed, int line) const {
+    const uint16_t* q = static_cast<const uint16_t*>(p_.q) +
+                        row_offset(p_, rows_, packed, item_.kv_head, p_.q_stride_row, p_.q_stride_head);
+    if (!General) {
+      const char* at = reinterpret_cast<const char*>(q + line * 8);
+      return reinterpret_cast<uint64_t>(at) % 16 == 0 ? load_line(at) : load_elements(at, 8, 2);
+    }
+    Line x;
+    ATTN_UNROLL
+    for (int w = 0; w < 4; w++) {
+      const int d = line * 8 + w * 2, query = packed / p_.group;
+      x.x[w] = query_element(q, query, d) | uint32_t(query_element(q, query, d + 1)) << 16;
+    }
+    return x;
+  }
+
+  // Into shared memory line by line, and from there in the order of the product.
+  ATTN_MEMBER void load_query() {
+    constexpr int lines = Blocks * 16 * (D / 8);
+    if constexpr (General) {
+      ATTN_ROLL
+      for (int i = lane_index(); i < lines; i += kWave) put_query(i);
+    } else {
+      ATTN_UNROLL
+      for (int i = 0; i < lines / kWave; i++) put_query(lane_index() + i * kWave);
+    }
+    wave_barrier();
+    if constexpr (kKeepsQuery) {
+      ATTN_UNROLL
+      for (int b = 0; b < Blocks; b++) {
+        ATTN_UNROLL
+        for (int k = 0; k < kQueryFrags; k++) {
+          const int line = Stage::kDirect ? Stage::direct_line(k) : Frags::query_line(k);
+          unit_.q[b][k] = Frags::read_query(queries(), b * 16, line);
+        }
+      }
+      stage_.join();
+    }
+  }
+  ATTN_MEMBER void put_query(int i) {
+    const int row = i / (D / 8), line = i % (D / 8);
+    const Line one[1] = {query_line(least(first_ + row, last_), line)};
+    Frags::put_keys(queries(), row, line, one);
+  }
+
+  ATTN_MEMBER void rotate_keys() const {
+    const int half = p_.head_dim_qk / 2;
+    const int first = kv_ + (SplitKeys ? wave_index() * Stage::kWaveKeys : 0);
+    const int threads = SplitKeys ? kWave : kThreads;
+    for (int i = SplitKeys ? lane_index() : thread_index(); i < Stage::kPanelKeys * half; i += threads) {
+      const int t = i / half, d = i - t * half;
+      const float turn = turn_of(p_.rope_turns[d], first + t), cosine = cos_turn(turn), sine = sin_turn(turn);
+      const Shared at = stage_.keys() + Frags::KeyPanel::at(t, d / 8) + d % 8 * 2;
+      const Shared to = stage_.keys() + Frags::KeyPanel::at(t, (d + half) / 8) + (d + half) % 8 * 2;
+      const float low = E::widen(read_element(at)), high = E::widen(read_element(to));
+      write_element(at, uint16_t(E::pair(low * cosine - high * sine, 0.f)));
+      write_element(to, uint16_t(E::pair(high * cosine + low * sine, 0.f)));
+    }
+  }
+
+  ATTN_MEMBER static void scale_out(Unit& unit, const float (&by)[kRows]) {
+    ATTN_UNROLL
+    for (int b = 0; b < Blocks; b++) {
+      ATTN_UNROLL
+      for (int i = 0; i < D / 16; i++) {
+        ATTN_UNROLL
+        for (int e = 0; e < kFragRows * kFragCols; e++) unit.out[b][i].x[e] *= by[b * kFragRows + e / kFragCols];
+      }
+    }
+  }
+
+  // Sums what the waves found for the same rows into wave 0, by halves.
+  ATTN_MEMBER void join_waves(float left) {
+    stage_.finish();
+    RowState<GpuTile>& state = unit_.state;
+    ATTN_UNROLL
+    for (int r = 0; r < kRows; r++) {
+      if (frag_col(0) != 0) continue;
+      write_float((wave_index() * 16 + frag_row(r)) * 2, state.top[r]);
+      write_float((wave_index() * 16 + frag_row(r)) * 2 + 1, state.sum[r]);
+    }
+    barrier();
+    float by[kRows];
+    ATTN_UNROLL
+    for (int r = 0; r < kRows; r++) {
+      float top = -kInfinity, sum = 0.f;
+      ATTN_UNROLL
+      for (int w = 0; w < Waves; w++) top = max(top, read_float((w * 16 + frag_row(r)) * 2));
+      const float base = top == -kInfinity ? 0.f : top;
+      ATTN_UNROLL
+      for (int w = 0; w < Waves; w++)
+        sum += read_float((w * 16 + frag_row(r)) * 2 + 1) *
+               exp2_scaled(read_float((w * 16 + frag_row(r)) * 2), base, left);
+      by[r] = exp2_scaled(state.top[r], base, left);
+      state.top[r] = top, state.sum[r] = sum;
+    }
+    scale_out(unit_, by);
+    constexpr int each = D / 16 * kFragRows * kFragCols * kWave;
+    for (int half = Waves / 2; half > 0; half /= 2) {
+      barrier();
+      if (wave_index() >= half && wave_index() < 2 * half)
+        each_out([&](int i, float x) { write_float((wave_index() - half) * each + i * kWave + lane_index(), x); });
+      barrier();
+      if (wave_index() < half)
+        each_out([&](int i, float& x) { x += read_float(wave_index() * each + i * kWave + lane_index()); });
+    }
+  }
+
+  template <class Visit>
+  ATTN_MEMBER void each_out(Visit visit) {
+    ATTN_UNROLL
+    for (int i = 0; i < D / 16; i++) {
+      ATTN_UNROLL
+      for (int e = 0; e < kFragRows * kFragCols; e++)
+        visit(i * (kFragRows * kFragCols) + e, unit_.out[0][i].x[e]);
+    }
+  }
+  ATTN_MEMBER float read_float(int i) const { return bits_as<float>(read_word(shared_ + 4 * i)); }
+  ATTN_MEMBER void write_float(int i, float x) const { write_word(shared_ + 4 * i, bits_as<uint32_t>(x)); }
+
+  // Row r of the output, as O.
+  template <class O>
+  ATTN_MEMBER void write_row(const Sink& sink, int r, float part) const {
+    constexpr int size = Output<O>::kSize;
+    char* to = static_cast<char*>(sink.out) + sink.offset * size;
+    const bool aligned = reinterpret_cast<uint64_t>(to) % (kRun * size) == 0;
+    ATTN_UNROLL
+    for (int c = 0; c < D / 16 * kFragCols; c += kRun) {
+      const int d = c / kFragCols * 16 + frag_col(c % kFragCols);
+      float x[kRun];
+      ATTN_UNROLL
+      for (int i = 0; i < kRun; i++)
+        x[i] = unit_.out[r / kFragRows][c / kFragCols].x[r % kFragRows * kFragCols + c % kFragCols + i] * part;
+      if (aligned && (!General || d + kRun <= p_.head_dim_vo)) {
+        Output<O>::write(to + d * size, x);
+      } else {
+        ATTN_UNROLL
+        for (int i = 0; i < kRun; i++)
+          if (!General || d + i < p_.head_dim_vo) Output<O>::write_one(to + (d + i) * size, x[i]);
+      }
+    }
+  }
+
+  const AttendParams& p_;
+  const WorkItem& item_;
+  const Rows rows_;
+  Shared shared_;
+  Stage stage_;
   Unit unit_;
-  Shared keys_, values_;
-  int first_, last_, kv_, n_;
+  int first_, last_, kv_;
 };
 
 }  // namespace attn

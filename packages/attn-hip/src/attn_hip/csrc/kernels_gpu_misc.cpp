@@ -1,0 +1,116 @@
+// Small kernels of a GPU: device code only, all in one code object's source. ATTN_KERNEL names the one to compile, as
+// the compilers of kernels_gpu.cpp do:
+//   1  attn_merge          one block joins the partials of one tile and KV head
+//   2  attn_append         one block writes the heads of one row
+//   3  attn_chain_sample   one block samples one request
+#include "append.h"
+#include "merge.h"
+#include "output_gpu.h"
+#include "sample_gpu.h"
+
+namespace attn {
+
+constexpr int kWaves = 256 / kWave;
+
+#if ATTN_KERNEL == 1
+
+constexpr int kMostDims = 256;
+
+// A lane's share of a row: dims lane, lane + kWave, ... .
+struct LaneMerge {
+  float row[kMostDims / kWave];
+  int dims;
+  ATTN_MEMBER static float max(float a, float b) { return a > b ? a : b; }
+  ATTN_MEMBER static float exp2(float x) { return exp2_fast(x); }
+  ATTN_MEMBER void add(float weight, const float* out) {
+    ATTN_UNROLL
+    for (int i = 0; i < kMostDims / kWave; i++) {
+      const int d = lane_index() + i * kWave;
+      if (d < dims) row[i] = multiply_add(weight, global(out)[d], row[i]);
+    }
+  }
+};
+
+ATTN_DEVICE void merge_tile(const AttendParams& p, const MergeItem& item) {
+  const Rows rows = rows_of(p, item.request, item.q_tile);
+  const WorkItem whole = {item.request, item.q_tile, item.kv_head, 1, 0, rows.kv_len, -1, 0};
+  for (int i = wave_index(); i < rows.count; i += kWaves) {
+    LaneMerge merge = {{}, p.head_dim_vo};
+    const float top = merged_top<LaneMerge>(p, item, i);
+    const float sum = merge_row(p, item, i, top, merge);
+    const Sink sink = sink_of(p, rows, whole, rows.first + i, item.kv_head);
+    ATTN_UNROLL
+    for (int j = 0; j < kMostDims / kWave; j++) {
+      const int d = lane_index() + j * kWave;
+      if (d >= p.head_dim_vo) continue;
+      const float x = sum != 0.f ? merge.row[j] / sum : merge.row[j];  // also for a NaN
+      char* to = static_cast<char*>(sink.out);
+      const int64_t at = sink.offset + d;
+      if (sink.dtype == kFloat32) Output<float>::write_one(to + at * 4, x);
+      else if (sink.dtype == kFloat16) Output<F16>::write_one(to + at * 2, x);
+      else Output<B16>::write_one(to + at * 2, x);
+    }
+    if (sink.lse && lane_index() == 0) *global(sink.lse) = top + log2_fast(sum);
+  }
+}
+
+#elif ATTN_KERNEL == 2
+
+ATTN_DEVICE void copy_head(void* cache, int64_t to, int to_dtype, const void* rows, int64_t from, int from_dtype,
+                           int n, int first, int step) {
+  const int to_size = element_size(to_dtype), from_size = element_size(from_dtype);
+  char* target = static_cast<char*>(cache) + to * to_size;
+  const char* source = static_cast<const char*>(rows) + from * from_size;
+  const uint64_t places = reinterpret_cast<uint64_t>(target) | reinterpret_cast<uint64_t>(source);
+  if (to_dtype == from_dtype && (places | uint64_t(n * to_size)) % 16 == 0) {
+    for (int i = first; i < n * to_size / 16; i += step) store_line(target + 16 * i, load_line(source + 16 * i));
+    return;
+  }
+  for (int i = first; i < n; i += step) {
+    if (to_dtype != from_dtype) {
+      store_element(target, i, to_dtype, load_element(source, i, from_dtype));
+    } else {
+      for (int b = 0; b < to_size; b++) global(target)[i * to_size + b] = global(source)[i * to_size + b];
+    }
+  }
+}
+
+// A wave takes a head of the key or of the value at a time.
+ATTN_DEVICE void append_row(const AppendParams& p, int64_t row) {
+  const Slot slot = slot_of(p, row);
+  if (!slot.exists) return;
+  for (int i = wave_index(); i < 2 * p.num_kv_heads; i += kWaves) {
+    const int h = i >> 1;
+    if (i & 1)
+      copy_head(p.v, slot.v + h * p.v_stride_head, p.kv_dtype, p.value,
+                row * p.value_stride_row + h * p.value_stride_head, p.key_dtype, p.head_dim_vo, lane_index(), kWave);
+    else
+      copy_head(p.k, slot.k + h * p.k_stride_head, p.kv_dtype, p.key,
+                row * p.key_stride_row + h * p.key_stride_head, p.key_dtype, p.head_dim_qk, lane_index(), kWave);
+  }
+}
+
+#endif
+
+}  // namespace attn
+
+#if ATTN_KERNEL == 1
+extern "C" ATTN_GLOBAL ATTN_BLOCK(256, 4, 4) void attn_merge(ATTN_ARGUMENT attn::MergeLaunch launch) {
+  if (attn::block_index() >= launch.counts[1]) return;
+  attn::merge_tile(launch.params, launch.items[attn::block_index()]);
+}
+#elif ATTN_KERNEL == 2
+extern "C" ATTN_GLOBAL ATTN_BLOCK(256, 4, 4) void attn_append(ATTN_ARGUMENT attn::AppendParams p) {
+  attn::append_row(p, attn::block_index());
+}
+#elif ATTN_KERNEL == 3
+extern "C" ATTN_GLOBAL ATTN_BLOCK(256, 4, 4) void attn_chain_sample(ATTN_ARGUMENT attn::SampleParams p) {
+  using namespace attn;
+  using Draw = BlockDraw<kWaves>;
+  ATTN_SHARED char shared[Draw::kSharedBytes];
+  const auto draw_last = [&](const LastRows& rows, bool rejected, double u) {
+    return Draw(rows, (Shared)shared).index(rejected, u);
+  };
+  sample_request(p, block_index(), thread_index() == 0, draw_last);
+}
+#endif

@@ -1,0 +1,254 @@
+// The way of keys and values from the cache into shared memory, one step at a time and ahead of its use.
+//
+// Each wave moves kWaveKeys keys of a step: into panels of its own where waves split the keys, else into the block's.
+// A line travels one of three ways:
+//   async    the hardware copies it into a ring of kStages panels (NVIDIA, cache of the query's type);
+//   ahead    it waits in registers for the panel to be free: one step is on its way while the last is worked on;
+//   at once  as ahead, but without the wait, where the registers are needed otherwise.
+#pragma once
+#include "rows.h"
+#if ATTN_AMD
+#include "fragment_amd.h"
+#else
+#include "fragment_nvidia.h"
+#endif
+
+namespace attn {
+
+// x / d by a product. Exact for 0 <= x < 2^31.
+struct Divider {
+  uint32_t divisor, inverse;
+  ATTN_MEMBER explicit Divider(int d) : divisor(uint32_t(most(d, 1))), inverse(0xffffffffu / divisor) {}
+  ATTN_MEMBER int of(int x) const {
+    const uint32_t q = high_product(uint32_t(x), inverse);
+    return int(uint32_t(x) - q * divisor >= divisor ? q + 1 : q);
+  }
+};
+
+// Page and slot of the one token of a step that a lane looks up for its wave. Ragged: page 0 and the row of k.
+class PageLookup {
+ public:
+  ATTN_MEMBER PageLookup(const AttendParams& p, int request)
+      : page_size_(p.page_size), start_(p.kv_indptr[request]), indices_(p.kv_indices) {}
+  int page, slot;
+  ATTN_MEMBER void look(int token, int end) {
+    page = 0, slot = start_ + token;
+    if (!indices_) return;
+    const int entry = page_size_.of(token);
+    slot = token - entry * int(page_size_.divisor);
+    if (token < end) page = indices_[start_ + entry];
+  }
+
+ private:
+  Divider page_size_;
+  int start_;
+  const int32_t* indices_;
+};
+
+// Eight fp8 values (two words) as a line of E.
+template <class E>
+ATTN_DEVICE Line widen_line(uint32_t low, uint32_t high, bool fnuz) {
+  return {{E::from_half_pair(fp8_half_pair<false>(low, fnuz)), E::from_half_pair(fp8_half_pair<true>(low, fnuz)),
+           E::from_half_pair(fp8_half_pair<false>(high, fnuz)), E::from_half_pair(fp8_half_pair<true>(high, fnuz))}};
+}
+
+// The first n elements of `size` bytes, one by one, and zeros behind them. For what does not start on 16 bytes or ends
+// within them.
+ATTN_DEVICE Line load_elements(const char* from, int n, int size) {
+  Line line = {{0, 0, 0, 0}};
+  ATTN_ROLL
+  for (int i = 0; i < n; i++) {
+    const uint32_t x = size == 2 ? *global(reinterpret_cast<const uint16_t*>(from + 2 * i))
+                                 : *global(reinterpret_cast<const uint8_t*>(from + i));
+    const int bit = i * size * 8;
+    ATTN_UNROLL
+    for (int w = 0; w < 4; w++) line.x[w] |= bit / 32 == w ? x << (bit & 31) : 0;
+  }
+  return line;
+}
+
+template <class E, int D, int Waves, bool SplitKeys, bool General, bool Fp8>
+class Stager {
+ public:
+  static constexpr int kWaveKeys = kHasAsyncCopy || D < 256 || SplitKeys ? 16 : 8;
+  static constexpr int kKeys = Waves * kWaveKeys, kPanelKeys = SplitKeys ? kWaveKeys : kKeys;
+  using Frags = Fragments<E, D, kPanelKeys>;
+  static constexpr bool kAsync = kHasAsyncCopy && !General && !Fp8;
+  static constexpr bool kAhead = !kAsync && (!kHasAsyncCopy || D < 256);
+  static constexpr int kStages = !kAsync ? 1 : SplitKeys ? 3 : 2;
+  // Keys go from the cache to where the product wants them, without a panel between.
+  static constexpr bool kDirect = kKeysFromGlobal && SplitKeys && !General;
+  static constexpr int kPanels = SplitKeys ? Waves : 1;
+  static constexpr int kKeyBytes = kDirect ? 0 : kPanels * Frags::kPanelBytes;
+  static constexpr int kStageBytes = kKeyBytes + kPanels * Frags::kPanelBytes, kBytes = kStages * kStageBytes;
+  static constexpr int kElems = Fp8 && !General ? 16 : 8;  // of a line on its way
+
+  ATTN_MEMBER Stager(const AttendParams& p, const WorkItem& item, Shared shared, Keys keys)
+      : p_(p), shared_(shared), pages_(p, item.request), next_(keys.begin), end_(keys.end) {
+    size_ = General ? element_size(p.kv_dtype) : kSize;
+    k_ = static_cast<const char*>(p.k) + item.kv_head * p.k_stride_head * size_;
+    v_ = static_cast<const char*>(p.v) + item.kv_head * p.v_stride_head * size_;
+    const int64_t places = p.k_stride_page | p.k_stride_token | p.k_stride_head | p.v_stride_page | p.v_stride_token |
+                           p.v_stride_head;
+    const uint64_t bits = uint64_t(places * size_) | reinterpret_cast<uint64_t>(p.k) | reinterpret_cast<uint64_t>(p.v);
+    aligned_ = bits % 16 == 0;
+    pages_.look(token(next_), end_);
+    ATTN_UNROLL
+    for (int s = 0; s + 1 < kStages; s++) start(s);
+    if constexpr (kAhead) fetch();
+  }
+
+  // Makes the next step's keys and values readable; starts on a later step.
+  ATTN_MEMBER void advance() {
+    if constexpr (kAsync) {
+      await_copies<kStages - 2>();
+      join();  // the step is there for all, and no one reads the panel that is written next
+      stage_ = stage_ + 1 == kStages ? 0 : stage_ + 1;
+      start(stage_ == 0 ? kStages - 1 : stage_ - 1);
+    } else {
+      join();
+      if constexpr (!kAhead) fetch();
+      put();
+      join();
+      if constexpr (kAhead) fetch();
+    }
+  }
+  // Before shared memory serves something else.
+  ATTN_MEMBER void finish() {
+    if constexpr (kAsync) await_copies<0>();
+    barrier();
+  }
+
+  // Where kDirect: the line of the k-th product that this lane has of its key, and which line of a row that is.
+  ATTN_MEMBER static int direct_line(int k) {
+    constexpr int n = kElems / 8;
+    return (k / n * (kWave / 16) + lane_index() / 16) * n + k % n;
+  }
+  ATTN_MEMBER Line key_line(int k) const { return widened(now_[k / (kElems / 8)], k % (kElems / 8)); }
+  ATTN_MEMBER Shared keys() const { return panel(kAsync ? stage_ : 0); }
+  ATTN_MEMBER Shared values() const { return keys() + kKeyBytes; }
+  ATTN_MEMBER void join() const {
+    if constexpr (SplitKeys) wave_barrier();
+    else barrier();
+  }
+
+ private:
+  static constexpr int kSize = Fp8 ? 1 : 2;
+  static constexpr int kLines = D / kElems;                // of a row
+  static constexpr int kRows = kWaveKeys * kLines / kWave;  // neighbouring rows of a lane
+  static constexpr int kKeyLines = kLines * 16 / kWave;    // of a lane where kDirect
+  static_assert(kRows >= 1, "a wave has work for every lane");
+
+  ATTN_MEMBER static int line() { return lane_index() % kLines; }
+  ATTN_MEMBER static int row() { return lane_index() / kLines * kRows; }
+  ATTN_MEMBER static int token(int kv) { return kv + wave_index() * kWaveKeys + lane_index() % kWaveKeys; }
+  ATTN_MEMBER static int panel_row() { return (SplitKeys ? 0 : wave_index() * kWaveKeys) + row(); }
+  ATTN_MEMBER Shared panel(int stage) const {
+    return shared_ + stage * kStageBytes + (SplitKeys ? wave_index() * Frags::kPanelBytes : 0);
+  }
+
+  // The page and slot that this lane looked up for the wave's next step; looks the one after it up.
+  struct Spot {
+    int page, slot;
+  };
+  ATTN_MEMBER Spot next_spot() {
+    const Spot spot = {pages_.page, pages_.slot};
+    pages_.look(token(next_ + kKeys), end_);
+    return spot;
+  }
+  ATTN_MEMBER static Spot of_row(Spot spot, int i) {
+    return {from_lane(spot.page, row() + i), from_lane(spot.slot, row() + i)};
+  }
+  ATTN_MEMBER const char* key_at(Spot spot, int line) const {
+    return k_ + (spot.page * p_.k_stride_page + spot.slot * p_.k_stride_token + line * kElems) * size_;
+  }
+  ATTN_MEMBER const char* value_at(Spot spot, int line) const {
+    return v_ + (spot.page * p_.v_stride_page + spot.slot * p_.v_stride_token + line * kElems) * size_;
+  }
+  ATTN_MEMBER bool exists(int row) const { return next_ + wave_index() * kWaveKeys + row < end_; }
+
+  ATTN_MEMBER void start(int stage) {
+    const Shared keys = panel(stage), values = keys + kKeyBytes;
+    const Spot spot = next_spot();
+    ATTN_UNROLL
+    for (int i = 0; i < kRows; i++) {
+      const Spot at = of_row(spot, i);
+      const bool real = exists(row() + i);
+      if (aligned_) {
+        copy_line(keys + Frags::KeyPanel::at(panel_row() + i, line()), real ? key_at(at, line()) : k_, real);
+        copy_line(values + Frags::ValuePanel::at(panel_row() + i, line()), real ? value_at(at, line()) : v_, real);
+      } else {
+        const Line key[1] = {load_elements(key_at(at, line()), real ? kElems : 0, size_)};
+        const Line value[1] = {load_elements(value_at(at, line()), real ? kElems : 0, size_)};
+        Frags::put_keys(keys, panel_row() + i, line(), key);
+        Frags::put_values(values, panel_row() + i, line(), value);
+      }
+    }
+    close_copies();
+    next_ += kKeys;
+  }
+
+  ATTN_MEMBER Line load(const char* from, int line, int dims, bool real) const {
+    const int n = General ? most(0, least(kElems, dims - line * kElems)) : kElems;
+    if (!real) return Line{{0, 0, 0, 0}};
+    if (!aligned_ || n < kElems) return load_elements(from, n, size_);
+    if (General && size_ == 1) return Line{{load_word(from), load_word(from + 4), 0, 0}};
+    return load_line(from);
+  }
+
+  ATTN_MEMBER void fetch() {
+    const Spot spot = next_spot();
+    if constexpr (kDirect) {
+      ATTN_UNROLL
+      for (int k = 0; k < kKeyLines; k++) {
+        const int line = k * (kWave / 16) + lane_index() / 16;
+        key_[k] = load(key_at(spot, line), line, p_.head_dim_qk, exists(lane_index() % 16));
+      }
+    }
+    ATTN_UNROLL
+    for (int i = 0; i < kRows; i++) {
+      const Spot at = of_row(spot, i);
+      const bool real = exists(row() + i);
+      if constexpr (!kDirect) key_[i] = load(key_at(at, line()), line(), p_.head_dim_qk, real);
+      value_[i] = load(value_at(at, line()), line(), p_.head_dim_vo, real);
+    }
+    next_ += kKeys;
+  }
+
+  ATTN_MEMBER Line widened(const Line& x, int half) const {
+    if (General ? size_ == 2 : !Fp8) return x;
+    return widen_line<E>(x.x[half * 2], x.x[half * 2 + 1], p_.kv_dtype == kFloat8E4M3FNUZ);
+  }
+
+  ATTN_MEMBER void put() {
+    ATTN_UNROLL
+    for (int h = 0; h < kElems / 8; h++) {
+      Line rows[kRows];
+      if constexpr (!kDirect) {
+        ATTN_UNROLL
+        for (int i = 0; i < kRows; i++) rows[i] = widened(key_[i], h);
+        Frags::put_keys(keys(), panel_row(), line() * (kElems / 8) + h, rows);
+      }
+      ATTN_UNROLL
+      for (int i = 0; i < kRows; i++) rows[i] = widened(value_[i], h);
+      Frags::put_values(values(), panel_row(), line() * (kElems / 8) + h, rows);
+    }
+    if constexpr (kDirect) {
+      ATTN_UNROLL
+      for (int k = 0; k < kKeyLines; k++) now_[k] = key_[k];
+    }
+  }
+
+  const AttendParams& p_;
+  Shared shared_;
+  PageLookup pages_;
+  const char *k_, *v_;  // the item's KV head
+  int size_;            // of an element
+  bool aligned_;
+  int next_, end_;
+  int stage_ = kStages - 1;
+  Line key_[kDirect ? kKeyLines : kRows], value_[kRows];  // on their way
+  Line now_[kKeyLines];                                   // direct keys of this step
+};
+
+}  // namespace attn
