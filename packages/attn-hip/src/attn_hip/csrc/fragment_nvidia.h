@@ -16,7 +16,7 @@ using Shared = char*;
 ATTN_DEVICE int thread_index() { return threadIdx.x; }
 ATTN_DEVICE int block_index() { return blockIdx.x; }
 ATTN_DEVICE int lane_index() { return threadIdx.x & 31; }
-ATTN_DEVICE int wave_index() { return __shfl_sync(~0u, threadIdx.x >> 5, 0); }
+ATTN_DEVICE int wave_index() { return threadIdx.x >> 5; }
 ATTN_DEVICE void barrier() { __syncthreads(); }
 ATTN_DEVICE void wave_barrier() { __syncwarp(); }
 ATTN_DEVICE float exp2_fast(float x) {
