@@ -31,7 +31,7 @@ def test_every_candidate_and_every_reason(quick):
         "--op", "prefill_paged", "--arch", "gfx942", "--page-size", "64", "--q-len", "4", "--kv-dtype",
         "float16",
     )  # fmt: skip
-    assert set(said) == {"chosen", "candidates", "query", "broken"}
+    assert set(said) == {"chosen", "candidates", "query", "grounds", "broken"}
     assert said["chosen"] == "quick/tile"
     native, gather, tile, reference = said["candidates"]
     assert [c["candidate"] for c in said["candidates"]] == [

@@ -7,6 +7,7 @@ change what it says.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 
@@ -69,12 +70,11 @@ def preferences(release: Version, thresholds: Thresholds) -> tuple[Rule, ...]:
         release: The installed version; decides the routed page sizes.
         thresholds: Rows of this package, with the user's overlay.
     """
-    q_len = _longest_q
     return (
         Rule(codes.PAGE_ROUTE, _PAGED, frozenset({rows.NATIVE}), _page_route(release)),
-        _threshold(codes.GATHER_SHORT, _PAGED, rows.GATHER, thresholds, q_len),
-        _threshold(codes.RAGGED_SHORT, frozenset({Op.PREFILL_RAGGED}), rows.VARLEN, thresholds, q_len),
-        _threshold(codes.DECODE_SHORT, frozenset({Op.DECODE}), rows.PA_V1, thresholds, max_kv_len),
+        _threshold(codes.GATHER_SHORT, _PAGED, rows.GATHER, thresholds, "q_len"),
+        _threshold(codes.RAGGED_SHORT, frozenset({Op.PREFILL_RAGGED}), rows.VARLEN, thresholds, "q_len"),
+        _threshold(codes.DECODE_SHORT, frozenset({Op.DECODE}), rows.PA_V1, thresholds, "kv_len"),
         Rule(codes.GRAPH_CAPACITY, frozenset({Op.DECODE}), frozenset({rows.PA_V1}), _graph_capacity),
         _by_name(codes.UNIFIED_BY_NAME, rows.UNIFIED, thresholds),
         _by_name(codes.APPEND_BY_NAME, rows.APPEND, thresholds),
@@ -169,9 +169,10 @@ def _longest_q(query: Query) -> int:
 
 
 def _threshold(
-    code: Code, ops: frozenset[Op], path: str, thresholds: Thresholds, measure: Callable[[Query], int]
+    code: Code, ops: frozenset[Op], path: str, thresholds: Thresholds, gate: Literal["q_len", "kv_len"]
 ) -> Rule:
     """Decline up to and including the row's limit; a verdict of never, or no row, declines nothing."""
+    measure = _longest_q if gate == "q_len" else max_kv_len
 
     def test(query: Query) -> Verdict:
         found = thresholds.get(code.slug, query.target.arch)
@@ -180,7 +181,7 @@ def _threshold(
         got = measure(query)
         return (_plain(found.value), got) if got <= found.value else None
 
-    return Rule(code, ops, frozenset({path}), test)
+    return Rule(code, ops, frozenset({path}), test, gate)
 
 
 def _plain(value: float) -> float:
@@ -199,4 +200,4 @@ def _by_name(code: Code, path: str, thresholds: Thresholds) -> Rule:
         verdict = thresholds.get(code.slug, query.target.arch)
         return None if isinstance(verdict, Never) else (None, None)
 
-    return Rule(code, _ops(path), frozenset({path}), test)
+    return Rule(code, _ops(path), frozenset({path}), test, "verdict")

@@ -197,7 +197,7 @@ class Planner:
         if found is None:
             found = screen(
                 query.target, query.problem, known.backends,
-                graph=query.graph, requested=self._requested, pinned=pinned,
+                graph=query.graph, requested=self._requested, pinned=pinned, measured=known.measured,
             )  # fmt: skip
             if len(self._screens) >= _KEPT_SCREENS:
                 self._screens.clear()

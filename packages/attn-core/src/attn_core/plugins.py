@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from . import notices, tracing
 from .backend import API_VERSION, AppendBackend, Backend
 from .errors import needs
+from .measured import NOTHING, Measured
 from .problem import Op
 from .target import DeviceTarget
 
@@ -44,12 +45,14 @@ class Registry:
         broken: What could not be used.
         targets: Devices the packages know by name.
         sources: Distribution of each backend, ``name version``.
+        measured: Candidates measured side by side on this machine.
     """
 
     backends: tuple[Backend, ...]
     broken: tuple[Broken, ...]
     targets: tuple[DeviceTarget, ...]
     sources: Mapping[str, str]
+    measured: Measured = NOTHING
 
 
 _options: dict[str, dict[str, object]] = {}
@@ -132,7 +135,7 @@ def discover(plugins: Sequence[EntryPoint] | None = None, *, config: Config | No
     """
     import pluggy
 
-    from . import hookspecs
+    from . import hookspecs, tuned
     from .reference import ReferenceBackend
 
     options = load_config() if config is None else config
@@ -145,7 +148,9 @@ def discover(plugins: Sequence[EntryPoint] | None = None, *, config: Config | No
             _load(manager, ep, options, found)
     order = _order(manager, found)
     _install_tracer(manager, found)
-    return Registry(tuple(order), tuple(found.broken), tuple(found.targets), dict(found.sources))
+    return Registry(
+        tuple(order), tuple(found.broken), tuple(found.targets), dict(found.sources), tuned.load().pairs
+    )
 
 
 def _installed() -> list[EntryPoint]:

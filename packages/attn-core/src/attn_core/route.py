@@ -13,6 +13,7 @@ from typing import TypeVar
 from . import rules
 from .backend import Backend, Path
 from .errors import NoRoute, Unsupported
+from .measured import NOTHING, Finding, Measured, Pair
 from .problem import AttentionProblem
 from .query import GraphLimits, Query
 from .reasons import Code, Reason, Stage, worth_telling
@@ -35,7 +36,13 @@ NOT_REQUESTED = Code(
     quiet=True,
     meaning="backend= names something else.",
 )
-CODES = (PINNED, NOT_REQUESTED)
+MEASURED = Code(
+    "core.measured-slower",
+    Stage.PREFERENCE,
+    "was measured slower on this device than {limit}",
+    meaning="`attn tune` found another candidate to be faster for such a batch.",
+)
+CODES = (PINNED, NOT_REQUESTED, MEASURED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +66,7 @@ class RouteDecision:
         path: The path.
         refused: Reasons of the candidates tried before it.
         requested: What the caller asked for.
+        measured: Measurements of this machine that changed the choice, in the order they did.
     """
 
     candidate: str
@@ -66,6 +74,7 @@ class RouteDecision:
     path: Path = field(compare=False)
     refused: tuple[Reason, ...]
     requested: str
+    measured: tuple[Finding, ...] = ()
 
     @property
     def fallback_reason(self) -> str | None:
@@ -87,6 +96,7 @@ class Screened:
     requested: str
     candidates: tuple[Candidate, ...]
     prefer: bool
+    measured: tuple[Pair, ...] = ()
     prepared: set[str] = field(default_factory=set)
 
 
@@ -98,6 +108,7 @@ def screen(
     graph: GraphLimits | None = None,
     requested: str = AUTO,
     pinned: str | None = None,
+    measured: Measured = NOTHING,
 ) -> Screened:
     """Run the stages that do not look at a batch, for every candidate.
 
@@ -108,6 +119,7 @@ def screen(
         graph: Capacities when the call will be captured.
         requested: ``auto``, a backend, or a candidate ``backend/path``.
         pinned: Candidate of a captured graph; nothing else may be chosen.
+        measured: What was measured on this machine; speaks only where the choice is ours.
 
     Raises:
         NoRoute: ``requested`` names nothing that is installed.
@@ -133,7 +145,8 @@ def screen(
             asked = () if refusals else rules.about(backend.rules, problem.op, path.name)
             found.append(Candidate(backend, path, name, refusals, asked))
     prefer = requested == AUTO and pinned is None  # a choice that is not ours is not judged for speed
-    return Screened(target, problem, graph, requested, tuple(found), prefer)
+    pairs = measured.about(target, problem) if prefer else ()
+    return Screened(target, problem, graph, requested, tuple(found), prefer, pairs)
 
 
 def _unavailable(backend: Backend, target: DeviceTarget, requested: str) -> Reason | None:
@@ -191,7 +204,10 @@ def _prepare(screened: Screened, candidate: Candidate) -> tuple[Reason, ...]:
 
 
 def choose(screened: Screened, query: Query, *, passed: Iterable[Reason] = ()) -> RouteDecision:
-    """Return the first candidate that nothing speaks against.
+    """Return the first candidate that nothing speaks against, or one that was measured to be faster than it.
+
+    A measurement of this machine overrules the order of the backends and every PREFERENCE reason, which
+    are guesses about this device; it never overrules what a candidate cannot do.
 
     Args:
         screened: Result of :func:`screen` for the query's device, problem and capture.
@@ -211,13 +227,70 @@ def choose(screened: Screened, query: Query, *, passed: Iterable[Reason] = ()) -
         if not reasons and candidate.name not in screened.prepared:
             reasons = _prepare(screened, candidate)
         if not reasons:
+            if screened.measured:
+                return _overruled(screened, query, candidate, refused, extra)
             return RouteDecision(
                 candidate.name, candidate.backend, candidate.path, tuple(refused), screened.requested
             )
         refused.extend(reasons)
-    relevant = [r for r in refused if r.code not in CODES] or refused
+    relevant = [r for r in refused if r.code not in (PINNED, NOT_REQUESTED)] or refused
     p = query.problem
     raise NoRoute(f"backend: no candidate of {screened.requested!r} can serve {p.op.value}:", relevant)
+
+
+def _overruled(
+    screened: Screened, query: Query, first: Candidate, refused: list[Reason], passed: tuple[Reason, ...]
+) -> RouteDecision:
+    """Return the decision for ``first``, or for what measurements put in its place."""
+
+    def unready(candidate: Candidate) -> tuple[Reason, ...]:
+        said = tuple(r for r in passed if r.candidate == candidate.name)
+        return said if said or candidate.name in screened.prepared else _prepare(screened, candidate)
+
+    chosen, findings, failed = _fastest(screened, query, first, unready)
+    if not findings and not failed:
+        return RouteDecision(first.name, first.backend, first.path, tuple(refused), screened.requested)
+    beaten = [Reason(MEASURED, f.slower, f.faster, f.where) for f in findings]
+    place = {candidate.name: at for at, candidate in enumerate(screened.candidates)}
+    # In the order of the candidates; what comes behind the chosen one was not passed over.
+    met = [r for r in (*refused, *beaten, *failed) if place[r.candidate] < place[chosen.name]]
+    met.sort(key=lambda reason: place[reason.candidate])
+    return RouteDecision(
+        chosen.name, chosen.backend, chosen.path, tuple(dict.fromkeys(met)), screened.requested, findings
+    )
+
+
+def _fastest(
+    screened: Screened,
+    query: Query,
+    first: Candidate,
+    unready: Callable[[Candidate], tuple[Reason, ...]],
+) -> tuple[Candidate, tuple[Finding, ...], tuple[Reason, ...]]:
+    """Follow measurements from candidate to faster candidate; no candidate is left twice.
+
+    Returns:
+        The last candidate, the findings that led there, and why faster ones could not be taken.
+    """
+    able = {c.name: c for c in screened.candidates if not c.refusals}
+    chosen, left = first, {first.name}
+    findings: list[Finding] = []
+    failed: list[Reason] = []
+    moved = True
+    while moved:
+        moved = False
+        for finding in (pair.judge(query) for pair in screened.measured if chosen.name in pair.candidates):
+            if finding is None or finding.faster in left or finding.faster not in able:
+                continue
+            candidate = able[finding.faster]
+            left.add(candidate.name)
+            said = _dynamic(candidate, query, prefer=False) or unready(candidate)
+            if said:
+                failed.extend(said)
+                continue
+            chosen, moved = candidate, True
+            findings.append(finding)
+            break
+    return chosen, tuple(findings), tuple(failed)
 
 
 def serve(
@@ -262,11 +335,18 @@ def explain(screened: Screened, query: Query) -> tuple[Verdict, ...]:
 
     PREPARE is left out: it would compile, and the device may not be here.
     """
-    verdicts: list[Verdict] = []
-    taken = False
-    for candidate in screened.candidates:
-        reasons = candidate.refusals or _dynamic(candidate, query, prefer=screened.prefer)
-        chosen = not reasons and not taken
-        taken = taken or chosen
-        verdicts.append(Verdict(candidate.name, chosen, reasons))
+    against = [c.refusals or _dynamic(c, query, prefer=screened.prefer) for c in screened.candidates]
+    pairs = list(zip(screened.candidates, against, strict=True))
+    chosen = next((candidate for candidate, reasons in pairs if not reasons), None)
+    beaten: dict[str, Reason] = {}
+    if chosen is not None and screened.measured:
+        chosen, findings, _ = _fastest(screened, query, chosen, lambda candidate: ())
+        beaten = {f.slower: Reason(MEASURED, f.slower, f.faster, f.where) for f in findings}
+    verdicts = []
+    for candidate, reasons in pairs:
+        if candidate is chosen:
+            verdicts.append(Verdict(candidate.name, True, ()))
+        else:
+            more = (beaten[candidate.name],) if candidate.name in beaten else ()
+            verdicts.append(Verdict(candidate.name, False, (*reasons, *more)))
     return tuple(verdicts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from .problem import Op
 from .query import Query
@@ -25,12 +26,16 @@ class Rule:
         ops: Entry points it looks at.
         paths: This backend's paths it looks at.
         test: Pure function of the query. The returned limit must not depend on the batch.
+        gate: What ``attn tune`` may re-measure: ``q_len`` or ``kv_len`` when the rule declines up to and
+            including the threshold row of its code; ``verdict`` when it declines until somebody has
+            measured; None for what is no matter of speed.
     """
 
     code: Code
     ops: frozenset[Op]
     paths: frozenset[str]
     test: Callable[[Query], Verdict]
+    gate: Literal["q_len", "kv_len", "verdict"] | None = None
 
     def decline(self, query: Query, path: str, candidate: str) -> Reason | None:
         """Apply to one candidate; a rule about another op or path never sees the query."""

@@ -97,6 +97,10 @@ class Thresholds:
         row = self._rows.get((code, arch))
         return Unmeasured() if row is None else row.verdict
 
+    def find(self, code: str, arch: str) -> Row | None:
+        """Return the row itself, with where it comes from."""
+        return self._rows.get((code, arch))
+
     def __iter__(self) -> Iterator[Row]:
         return iter(self._rows.values())
 
@@ -105,11 +109,22 @@ class Thresholds:
 
 
 def overlay() -> Thresholds:
+    """Return the rows of this machine: those ``attn tune`` wrote, under those of ``ATTN_THRESHOLDS``.
+
+    Raises:
+        ValueError: The file that ``ATTN_THRESHOLDS`` names cannot be read or is not valid. A threshold
+            file the user asked for is never skipped in silence.
+    """
+    from . import tuned
+
+    return tuned.load().rows.overlaid(stated())
+
+
+def stated() -> Thresholds:
     """Load the file that ``ATTN_THRESHOLDS`` names; an empty table when the variable is unset.
 
     Raises:
-        ValueError: The file cannot be read or is not valid. A threshold file the user asked for is
-            never skipped in silence.
+        ValueError: The file cannot be read or is not valid.
     """
     name = os.environ.get(OVERLAY_VARIABLE)
     if not name:

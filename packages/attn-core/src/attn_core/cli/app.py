@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 
 _LAYER, _BATCH, _WHERE = "Layer", "Batch", "Device and backends"
+_MEASURE = "What to measure and write"
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -142,6 +143,66 @@ def explain(
     else:
         show(run.render(answer))
     raise typer.Exit(0 if answer.chosen else 1)
+
+
+@app.command()
+def tune(
+    pair: Annotated[
+        list[str] | None,
+        _option("--pair", "A,B", "Candidates to compare; repeatable. (those with a gate)", _MEASURE),
+    ] = None,
+    op: Annotated[
+        str | None,
+        _option("--op", "OP", "prefill_paged (default), prefill_ragged, decode, verify.", _LAYER),
+    ] = None,
+    heads: Annotated[
+        str | None, _option("--heads", "QO/KV,..", "Query and key/value heads. (32/8)", _LAYER)
+    ] = None,
+    head_dim: Annotated[str | None, _option("--head-dim", "N or QK/VO", "Head sizes. (128)", _LAYER)] = None,
+    dtype: Annotated[str | None, _option("--dtype", "DTYPE", "Type of q. (bfloat16)", _LAYER)] = None,
+    kv_dtype: Annotated[str | None, _option("--kv-dtype", "DTYPE", "Type of k and v. (q's)", _LAYER)] = None,
+    layout: Annotated[str | None, _option("--layout", "LAYOUT", "NHD or HND. (NHD)", _LAYER)] = None,
+    page_size: Annotated[str | None, _option("--page-size", "N", "Tokens per page. (16)", _LAYER)] = None,
+    mask: Annotated[str | None, _option("--mask", "MASK", "none or causal. (causal)", _LAYER)] = None,
+    soft_cap: Annotated[str | None, _option("--soft-cap", "X", "Logits soft cap. (0: none)", _LAYER)] = None,
+    window: Annotated[str | None, _option("--window", "W", "window_left. (-1: all keys)", _LAYER)] = None,
+    batch: Annotated[str | None, _option("--batch", "N,..", "Requests. (16; CPU 2)", _BATCH)] = None,
+    q_len: Annotated[
+        str | None, _option("--q-len", "N,..", "Query rows per request. (1 to 512; CPU 256)", _BATCH)
+    ] = None,
+    kv_len: Annotated[
+        str | None, _option("--kv-len", "N,..", "Keys per request. (512 to 32768; CPU 256 to 4096)", _BATCH)
+    ] = None,
+    device: Annotated[
+        str | None, _option("--device", "DEVICE", "cpu, cuda:0 ... (the first GPU, else cpu)", _WHERE)
+    ] = None,
+    quick: Annotated[bool, _switch("--quick", "A coarse grid; crossovers are not sited.", _MEASURE)] = False,
+    check: Annotated[
+        bool, _switch("--check", "Write nothing: compare auto with the fastest candidate.", _MEASURE)
+    ] = False,
+    dry_run: Annotated[bool, _switch("--dry-run", "Say what would be measured, and end.", _MEASURE)] = False,
+    out: Annotated[
+        Path | None,
+        _option("--out", "FILE", "Overlay to add to; with --check to read. (ATTN_TUNED)", _MEASURE),
+    ] = None,
+    plot: Annotated[
+        Path | None, _option("--plot", "FILE", "Picture of the crossovers. (beside --out)", _MEASURE)
+    ] = None,
+    json: _Json = False,
+) -> None:
+    """Measure candidates side by side on this machine and route by the result.
+
+    Every cell is checked against the reference. Writes a file that routing reads from then on, and a plot.
+    Exits 0, 1 when nothing could be measured, a result is wrong or --check finds auto too slow, 2 when an
+    option does not fit, 130 when interrupted; then nothing is written.
+    """
+    given = dict(locals())
+    from . import tune_command as run
+
+    for name in ("check", "dry_run", "out", "plot", "json"):
+        del given[name]
+    given["pair"] = tuple(pair or ())
+    raise typer.Exit(run.tune(given, check=check, dry_run=dry_run, out=out, plot=plot, json=json))
 
 
 @app.command()

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 
-from .. import plugins, thresholds
+from .. import plugins, thresholds, tuned
 from ..backend import Backend, Path
 from ..capability import Capability
 from ..errors import needs
@@ -78,8 +78,10 @@ def described(names: Sequence[str], assumed: Mapping[str, str]) -> Described:
     for variable in (plugins.CONFIG_VARIABLE, thresholds.OVERLAY_VARIABLE):
         if os.environ.get(variable):
             raise ValueError(needs(variable, "to be unset", os.environ[variable], "cli.docs"))
-    pretended = Assumed(assumed) if assumed else None
-    registry = installed() if pretended is None else pretended.registry
+    here = len(tuned.load().rows)
+    with tuned.using(None):  # pages are about the packages, not about what was measured on this machine
+        pretended = Assumed(assumed) if assumed else None
+        registry = pretended.registry if pretended else plugins.discover() if here else installed()
     have = [backend.name for backend in registry.backends]
     for name in names:
         if name not in have:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from .. import plugins, thresholds
+from .. import plugins, thresholds, tuned
 from ..backend import Backend, Path
 from ..capability import ARCH
 from ..plugins import Registry
@@ -52,6 +52,7 @@ def facts() -> Facts:
         "config": {"path": os.environ.get(plugins.CONFIG_VARIABLE), "error": fault},
         "cache": _cache(),
         "thresholds": _thresholds(),
+        "tuned": _tuned(registry),
     }
 
 
@@ -94,14 +95,18 @@ def _torch_build() -> str:
     return f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
 
 
+def device_name(device: torch.device) -> str:
+    """Return what a device of this machine is called."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+
+
 def _devices() -> list[tuple[DeviceTarget, str]]:
-    vectors = torch.backends.cpu.get_cpu_capability()
-    found = [_device(torch.device("cpu"), f"{platform.machine()}, {vectors}")]
+    devices = [torch.device("cpu")]
     if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            device = torch.device("cuda", index)
-            found.append(_device(device, torch.cuda.get_device_name(device)))
-    return found
+        devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [_device(device, device_name(device)) for device in devices]
 
 
 def _device(device: torch.device, name: str) -> tuple[DeviceTarget, str]:
@@ -180,5 +185,39 @@ def _cache() -> Facts:
 
 
 def _thresholds() -> Facts:
-    rows, error = _attempt(lambda: len(thresholds.overlay()), 0)
+    rows, error = _attempt(lambda: len(thresholds.stated()), 0)
     return {"path": os.environ.get(thresholds.OVERLAY_VARIABLE), "rows": rows, "error": error}
+
+
+def _tuned(registry: Registry) -> Facts:
+    """What ``attn tune`` wrote, and which of it holds for versions other than those installed."""
+    found = tuned.load()
+    place = tuned.location()
+    now = set(registry.sources.values()) | {f"torch {torch.__version__}"}
+    names = {text.partition(" ")[0] for text in now}
+    pairs: list[Facts] = []
+    for pair in found.pairs:
+        facts = dict(pair.provenance)
+        then = facts["versions"].split(", ")
+        pairs.append(
+            {
+                "candidates": list(pair.candidates),
+                "arch": pair.arch,
+                "op": pair.scope.op,
+                "heads": f"{pair.scope.num_qo_heads}/{pair.scope.num_kv_heads}",
+                "dtype": pair.scope.q_dtype,
+                "device": facts["device"],
+                "date": facts["date"],
+                "outdated": [text for text in then if text.partition(" ")[0] in names and text not in now],
+            }
+        )
+    return {
+        "path": None if place is None else str(place),
+        "exists": found.path is not None and found.fault is None,
+        "rows": [
+            {"code": row.code, "arch": row.arch, "limit": plain(getattr(row.verdict, "value", "never"))}
+            for row in found.rows
+        ],
+        "pairs": pairs,
+        "error": found.fault,
+    }

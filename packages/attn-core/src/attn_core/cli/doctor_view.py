@@ -118,9 +118,28 @@ def _settings(facts: Facts) -> RenderableType:
     ]
     if overlay["path"] and not overlay["error"]:
         rows[-1] = ("thresholds", f"{overlay['path']} ({overlay['rows']} rows)")
+    rows.append(("tuned", _tuned(facts["tuned"])))
     rows += [(name, value) for name, value in facts["environment"].items()]
     rows += [(f"attn {command['name']}", f"from {command['source']}") for command in facts["commands"]]
     return _pairs(rows)
+
+
+def _tuned(fact: Facts) -> Text:
+    """The file of attn tune, and a line for everything measured."""
+    if fact["error"]:
+        return styled(fact["error"], "red")
+    if not fact["exists"]:
+        return Text("off (ATTN_TUNED is empty)" if fact["path"] is None else f"{fact['path']} (none yet)")
+    lines = [Text(fact["path"])]
+    for row in fact["rows"]:
+        lines.append(Text(f"{row['code']} on {row['arch']}: {row['limit']}, measured"))
+    for pair in fact["pairs"]:
+        facts = f"{pair['op']} on {pair['arch']}, heads {pair['heads']}, {pair['dtype']}"
+        line = Text(f"{' against '.join(pair['candidates'])}: {facts}, measured {pair['date']}")
+        if pair["outdated"]:
+            line.append(f"; with {', '.join(pair['outdated'])}, so tune again", "yellow")
+        lines.append(line)
+    return Text("\n").join(lines)
 
 
 def _stated(fact: Facts, otherwise: str) -> Text:

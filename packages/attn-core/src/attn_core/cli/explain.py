@@ -12,12 +12,14 @@ from rich.text import Text
 from .. import route
 from ..backend import Backend
 from ..errors import NoRoute, Unsupported, needs
+from ..measured import NOTHING, Measured
 from ..plugins import Broken, Registry
 from ..problem import AttentionProblem, PagedKV
 from ..query import Query
 from ..reasons import Reason
 from ..route import AUTO, Verdict
 from .ask import Options, ask, requested
+from .grounds import Ground, grounds, render_grounds
 from .installed import Assumed, installed
 from .output import grid, plain, styled, told
 
@@ -36,6 +38,7 @@ class Explanation:
         assumed: Versions the backends were told to assume.
         verdicts: One per candidate, in the order ``auto`` tries them.
         broken: Plugins whose candidates are therefore not among them.
+        grounds: Thresholds and measurements of this device that the verdicts rest on.
     """
 
     query: Query
@@ -43,6 +46,7 @@ class Explanation:
     assumed: Mapping[str, str]
     verdicts: tuple[Verdict, ...]
     broken: tuple[Broken, ...]
+    grounds: tuple[Ground, ...] = ()
 
     @property
     def chosen(self) -> str | None:
@@ -67,12 +71,13 @@ def explain(options: Options, assumed: Mapping[str, str]) -> Explanation:
     verdicts = _judge(query, requested(options), registry)
     if pretended is not None:
         pretended.require_asked()
-    return Explanation(query, requested(options), assumed, verdicts, registry.broken)
+    found = grounds(query, requested(options), verdicts, registry)
+    return Explanation(query, requested(options), assumed, verdicts, registry.broken, found)
 
 
 def _judge(query: Query, wanted: str, registry: Registry) -> tuple[Verdict, ...]:
     try:
-        return _ask_backends(query, wanted, registry.backends)
+        return _ask_backends(query, wanted, registry.backends, registry.measured)
     except NoRoute:
         raise
     except Unsupported as late:
@@ -88,8 +93,12 @@ def _judge(query: Query, wanted: str, registry: Registry) -> tuple[Verdict, ...]
         raise
 
 
-def _ask_backends(query: Query, wanted: str, backends: tuple[Backend, ...]) -> tuple[Verdict, ...]:
-    screened = route.screen(query.target, query.problem, backends, graph=query.graph, requested=wanted)
+def _ask_backends(
+    query: Query, wanted: str, backends: tuple[Backend, ...], measured: Measured = NOTHING
+) -> tuple[Verdict, ...]:
+    screened = route.screen(
+        query.target, query.problem, backends, graph=query.graph, requested=wanted, measured=measured
+    )
     return route.explain(screened, query)
 
 
@@ -102,6 +111,7 @@ def as_json(e: Explanation) -> dict[str, object]:
             for v in e.verdicts
         ],
         "query": _echo(e),
+        "grounds": [asdict(g) for g in e.grounds],
         "broken": [asdict(b) for b in e.broken],
     }
 
@@ -144,7 +154,7 @@ def render(e: Explanation) -> RenderableType:
         if verdict.refusals and not _alike(verdict, after):  # neighbours share what they share
             parts.append(_because(verdict.refusals, code_width))
         taken = taken or verdict.chosen
-    parts.append(Text())
+    parts += [Text(), *render_grounds(e.grounds)]
     for broken in e.broken:
         line = f"Not asked: plugin {broken.name} is broken ({broken.error})"
         parts.append(styled(line, "yellow"))
