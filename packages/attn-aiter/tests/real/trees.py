@@ -64,9 +64,10 @@ def script(name: str, *arguments: str, **environment: str) -> str:
     whether it interprets: none of that may reach the other tests.
     """
     here = Path(__file__).parent
+    places = [str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, str(here / name), *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parent)]), **environment},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(places), **environment},
         capture_output=True,
         text=True,
     )
