@@ -123,3 +123,27 @@ class Unified:
             hidden = (key > row) | ((key <= row - window) if window else torch.tensor(False))
             weights = x.masked_fill(hidden, -math.inf).softmax(-1)
             given["out"][a:b] = torch.einsum("hqk,khd->qhd", weights, vv).to(given["out"].dtype)
+
+
+class Latent:
+    """mla_decode_fwd: pages of one token; values are the first columns of the keys; causal."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def __call__(self, **given: Any) -> Any:
+        self.calls.append(given)
+        q, kv, out = given["q"], given["kv_buffer"], given["o"]
+        assert q.is_contiguous()
+        assert q.shape[1] in (16, 128)
+        assert kv.shape[1:] == (1, 1, 576)
+        assert (given["kv_last_page_lens"] == 1).all()
+        assert given["logit_cap"] == 0.0
+        cu_q, indptr = given["qo_indptr"].tolist(), given["kv_indptr"].tolist()
+        for (a, b), (c, d) in zip(pairwise(cu_q), pairwise(indptr), strict=True):
+            keys = kv[given["kv_indices"][c:d].long(), 0, 0].float()
+            x = torch.einsum("rhd,kd->hrk", q[a:b].float(), keys) * given["sm_scale"]
+            row = torch.arange(b - a)[:, None] + (d - c) - (b - a)
+            x = x.masked_fill(torch.arange(d - c)[None] > row, -math.inf)
+            out[a:b] = torch.einsum("hrk,kd->rhd", x.softmax(-1), keys[:, :512]).to(out.dtype)
+        return out, None

@@ -155,6 +155,15 @@ class RemembersLengthsByLaunch(Polite):
         return self.lengths.setdefault((p, n, image["kv_len"].numel()), super().kv_len(p, n, image))
 
 
+class ReadsTheRotaryPartAsValues(Polite):
+    caught_by = "attends_with_values_inside_keys"
+
+    def run(self, launch, image, io):
+        if launch.problem.latent:
+            io.v = io.k[..., -io.v.shape[-1] :]
+        super().run(launch, image, io)
+
+
 class ClaimsToFitAndDoesNot(Polite):
     caught_by = "fits_a_smaller_workspace"
 

@@ -21,6 +21,7 @@ from . import codes, gates, load, probe, rows, tables, warm
 from .routes.append import Append
 from .routes.batch_prefill import BatchPrefill
 from .routes.common import Planned, Route
+from .routes.mla import Mla
 from .routes.pa_v1 import Launch as PaLaunch
 from .routes.pa_v1 import PagedAttentionV1, Variant
 from .routes.unified import Unified
@@ -69,6 +70,7 @@ class AiterBackend:
             rows.VARLEN: Varlen(rows.VARLEN),
             rows.SINGLE: Varlen(rows.SINGLE),
             rows.PA_V1: PagedAttentionV1(),
+            rows.MLA: Mla(),
             rows.UNIFIED: Unified(),
         }
         self._load = loader or load.function

@@ -92,6 +92,24 @@ KV_SHORTER = Code(
     quiet=True,
     meaning="Rows without a key come out as NaN.",
 )
+LATENT_HEADS = Code(
+    "aiter.latent-heads",
+    _C,
+    "takes {limit}",
+    meaning="The latent kernels are written for DeepSeek's sizes.",
+)
+LATENT_ROWS = Code(
+    "aiter.latent-rows",
+    _C,
+    "takes up to {limit} query rows, the same for every request",
+    meaning="More rows have no kernel, or one that answers wrongly (ROCm/aiter#5679).",
+)
+LATENT_MASK = Code(
+    "aiter.latent-mask",
+    _C,
+    "computes several query rows causally only",
+    meaning="One row sees every key with either mask.",
+)
 EMPTY_REQUEST = Code(
     "aiter.empty-request",
     _C,

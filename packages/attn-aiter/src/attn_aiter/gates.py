@@ -51,7 +51,7 @@ def wrong_answers(known: tuple[Defect, ...]) -> tuple[Rule, ...]:
     Args:
         known: Defects of the installed release.
     """
-    fp8 = frozenset({rows.NATIVE})
+    fp8, latent = frozenset({rows.NATIVE}), frozenset({rows.MLA})
     return (
         *(_defect_rule(defect) for defect in known),
         Rule(codes.CAP_AND_WINDOW, frozenset({Op.DECODE}), frozenset({rows.PA_V1}), _cap_and_window),
@@ -60,6 +60,9 @@ def wrong_answers(known: tuple[Defect, ...]) -> tuple[Rule, ...]:
         Rule(codes.FP8_LSE, _PAGED, fp8, _fp8_lse),
         Rule(codes.CAUSAL_ONLY, _PAGED, frozenset({rows.UNIFIED}), _causal_only),
         Rule(codes.KV_SHORTER, _ops(rows.UNIFIED), frozenset({rows.UNIFIED}), _kv_shorter),
+        Rule(codes.LATENT_HEADS, _PAGED, latent, _latent_heads),
+        Rule(codes.LATENT_ROWS, _PAGED, latent, _latent_rows),
+        Rule(codes.LATENT_MASK, _PAGED, latent, _latent_mask),
     )
 
 
@@ -151,6 +154,31 @@ def _kv_shorter(query: Query) -> Verdict:
     # The cheap half: plan() compares request by request.
     b = query.batch
     return (None, f"{b.max_kv_len} keys for {b.max_q_len} rows") if b.max_kv_len < b.max_q_len else None
+
+
+def _latent_heads(query: Query) -> Verdict:
+    p = query.problem
+    if p.num_qo_heads in rows.LATENT_ROWS and (p.head_dim_qk, p.head_dim_vo) == (576, 512):
+        return None
+    heads = " or ".join(map(str, rows.LATENT_ROWS))
+    return (
+        f"{heads} heads of 512 and 64",
+        f"{p.num_qo_heads} of {p.head_dim_vo} and {p.head_dim_qk - p.head_dim_vo}",
+    )
+
+
+def _latent_rows(query: Query) -> Verdict:
+    most = rows.LATENT_ROWS.get(query.problem.num_qo_heads)
+    q_len = query.batch.uniform_q_len
+    if most is None or (q_len is not None and q_len <= most):
+        return None
+    return most, query.batch.max_q_len if q_len is not None else "requests of unlike lengths"
+
+
+def _latent_mask(query: Query) -> Verdict:
+    if query.problem.mask is MaskMode.CAUSAL or query.batch.max_q_len <= 1:
+        return None
+    return None, query.problem.mask.value
 
 
 def _page_route(release: Version) -> Callable[[Query], Verdict]:

@@ -37,6 +37,7 @@ _PLACES: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "varlen": (("aiter/ops/mha.py", "aiter.ops.mha", "flash_attn_varlen_func"),),
     "paged_attention_v1": (("aiter/ops/attention.py", "aiter.ops.attention", "paged_attention_v1"),),
     "append": (("aiter/ops/cache.py", "aiter.ops.cache", "reshape_and_cache_flash"),),
+    "mla_decode": (("aiter/mla.py", "aiter.mla", "mla_decode_fwd"),),
     "unified": tuple(
         (f"{at}/unified_attention.py", f"{at.replace('/', '.')}.unified_attention", "unified_attention")
         for at in ("aiter/ops/triton/attention", "aiter/ops/triton")

@@ -17,7 +17,7 @@ ARCHS = frozenset({"gfx942", "gfx950"})
 HALF = frozenset({torch.float16, torch.bfloat16})
 
 NATIVE, GATHER, VARLEN, SINGLE = "native", "gather", "varlen", "single"
-PA_V1, UNIFIED, APPEND = "pa_v1", "unified", "append"
+PA_V1, UNIFIED, APPEND, MLA = "pa_v1", "unified", "append", "mla"
 
 PA_PAGES = frozenset({1, 16, 32})
 """Sizes AITER's own tests cover. The kernel would compile 12 or 24 too, and read V wrongly."""
@@ -41,6 +41,7 @@ _DENSE = Capability(
     window=True,
     soft_cap=True,
     graph=GraphSupport.ALWAYS,
+    latent=False,
 )
 
 CAPABILITIES = {
@@ -65,6 +66,22 @@ CAPABILITIES = {
         lse=False,
         tensor_cores=False,
         graph=GraphSupport.UNIFORM_BATCH,
+    ),
+    MLA: replace(
+        _DENSE,
+        ops=frozenset({Op.PREFILL_PAGED}),
+        q_dtypes=frozenset({torch.bfloat16}),
+        kv_dtypes=frozenset({torch.bfloat16}),
+        head_dims=Dims(values=frozenset({512, 576})),  # aiter.latent-heads narrows this to 576 with 512
+        head_dim_split=True,
+        # Larger pages are taken by the function and ignored by its kernel.
+        page_sizes=frozenset({1}),
+        window=False,
+        soft_cap=False,
+        lse=False,
+        # The split is laid out in memory that a cache of AITER owns and drops at the next other call.
+        graph=GraphSupport.NEVER,
+        latent=True,
     ),
     UNIFIED: replace(
         _DENSE,
@@ -94,11 +111,15 @@ CONTRACTS = {
     # The kernel is given K's strides only and reads V with them; of q it is given the row stride only.
     PA_V1: TensorContract(same_kv_strides=True, q="packed"),
     UNIFIED: TensorContract(q="dense"),
+    MLA: TensorContract(q="packed", scales=False),
     APPEND: TensorContract(),
 }
 
 BY_NAME = frozenset({UNIFIED, APPEND})
 """Paths that ``auto`` leaves out until a threshold row says otherwise."""
+
+LATENT_ROWS = {16: 4, 128: 1}
+"""Query heads AITER has a kernel for, and the query rows per request each is known to be right for."""
 
 _HOST_INDICES = frozenset({PA_V1, UNIFIED})
 

@@ -103,7 +103,8 @@ def call(
 ) -> None:
     """Run a launch over one request of two tokens; what it computes is thrown away."""
     p, device = launch.problem, _device(target)
-    batch = _batch(p, 1 if launch.max_q == 1 else 2, min(2, launch.max_kv))
+    rows = launch.max_q if p.latent else min(2, launch.max_q)
+    batch = _batch(p, rows, min(max(2, rows), launch.max_kv))
     result = route.plan(api, Query(target, p, batch.shape), batch)
     tiny: Any = result.launch
     image = {name: part.to(device) for name, part in index_parts(batch, None, result).items()}
@@ -166,10 +167,12 @@ def _tensors(problem: AttentionProblem, batch: HostBatch, device: torch.device) 
         inner = (p.page_size, p.num_kv_heads) if p.kv.order == "NHD" else (p.num_kv_heads, p.page_size)
         front = (batch.shape.total_pages, *inner)
     lse = torch.empty(rows, p.num_qo_heads, dtype=torch.float32, device=device) if p.needs_lse else None
+    k = torch.zeros(*front, p.head_dim_qk, device=device).to(p.kv_dtype)
+    apart = torch.zeros(*front, p.head_dim_vo, device=device).to(p.kv_dtype)
     return RunIO(
         torch.zeros(rows, p.num_qo_heads, p.head_dim_qk, device=device).to(p.q_dtype),
-        torch.zeros(*front, p.head_dim_qk, device=device).to(p.kv_dtype),
-        torch.zeros(*front, p.head_dim_vo, device=device).to(p.kv_dtype),
+        k,
+        k[..., : p.head_dim_vo] if p.latent else apart,
         torch.empty(rows, p.num_qo_heads, p.head_dim_vo, dtype=p.o_dtype, device=device),
         lse,
     )

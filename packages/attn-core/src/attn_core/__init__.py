@@ -1,8 +1,8 @@
 """Attention planning, routing and reference kernels for AMD Instinct, independent of any kernel library.
 
 The public names are those of FlashInfer 0.6.18; modules too (``attn_core.decode``, ``.prefill``,
-``.page``, ``.cascade``, ``.quantization``, ``.sampling``). Importing starts no compiler and touches no
-device; backends are discovered when the first wrapper is planned.
+``.page``, ``.cascade``, ``.mla``, ``.quantization``, ``.sampling``). Importing starts no compiler and touches
+no device; backends are discovered when the first wrapper is planned.
 """
 
 from .cache_view import CacheView
@@ -14,6 +14,7 @@ from .decode import (
     single_decode_with_kv_cache,
 )
 from .errors import NoRoute, Unsupported
+from .mla import BatchMLAPagedAttentionWrapper
 from .page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
 from .plugins import configure
 from .pool import DecodePlanPool
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchMLAPagedAttentionWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",

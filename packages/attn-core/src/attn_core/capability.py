@@ -22,6 +22,13 @@ ARCH = Code(
     meaning="The path has no kernel for this device.",
 )
 OP = Code("core.op", _C, "serves {limit}", quiet=True, meaning="The path is for other entry points.")
+LATENT = Code(
+    "core.latent",
+    _C,
+    "serves {limit}",
+    quiet=True,
+    meaning="Values inside the keys are another kernel's business.",
+)
 Q_DTYPE = Code("core.q-dtype", _C, "takes q of {limit}", meaning="The query type has no kernel.")
 KV_DTYPE = Code("core.kv-dtype", _C, "takes k/v of {limit}", meaning="The cache type has no kernel.")
 SAME_DTYPE = Code(
@@ -134,6 +141,7 @@ class Capability:
         tensor_cores: Serves decode planned with ``use_tensor_cores=True``.
         batch_invariant: Honours ``fixed_split_size`` and ``disable_split_kv``.
         graph: Capture support.
+        latent: Serves problems with ``latent``, or those without; None for both.
     """
 
     archs: frozenset[str] | None
@@ -155,6 +163,7 @@ class Capability:
     tensor_cores: bool = True
     batch_invariant: bool = False
     graph: GraphSupport = GraphSupport.NEVER
+    latent: bool | None = None
 
     def refusals(
         self, target: DeviceTarget, problem: AttentionProblem, graph: GraphLimits | None, candidate: str
@@ -165,6 +174,10 @@ class Capability:
         if problem.op not in self.ops:
             yield Reason(OP, candidate, ", ".join(sorted(op.value for op in self.ops)), problem.op.value)
             return  # the other fields describe those entry points
+        if self.latent is not None and self.latent is not problem.latent:
+            kinds = ("keys beside values", "latent attention")
+            yield Reason(LATENT, candidate, kinds[self.latent], kinds[problem.latent])
+            return
         for code, refuses in _CACHE_CHECKS if problem.op is Op.APPEND else _CHECKS:
             found = refuses(self, problem)
             if found is not None:
@@ -255,4 +268,4 @@ _CHECKS: tuple[tuple[Code, Callable[[Capability, AttentionProblem], _Found]], ..
 _OF_THE_CACHE = (KV_DTYPE, HEAD_DIM, HEAD_DIM_SPLIT, KV_ORDER, PAGE_SIZE)
 _CACHE_CHECKS = tuple(check for check in _CHECKS if check[0] in _OF_THE_CACHE)
 
-CODES = (ARCH, OP, *(code for code, _ in _CHECKS), GRAPH)
+CODES = (ARCH, OP, LATENT, *(code for code, _ in _CHECKS), GRAPH)

@@ -73,6 +73,32 @@ def paged_buffers(
     return GraphBuffers(batch, bound["kv_indices"].numel(), bound)
 
 
+def latent_buffers(
+    use_cuda_graph: bool,
+    device: torch.device | None,
+    qo_indptr: torch.Tensor | None,
+    indptr: torch.Tensor | None,
+    indices: torch.Tensor | None,
+    kv_len: torch.Tensor | None,
+) -> GraphBuffers | None:
+    """Return the buffers of a latent-attention wrapper in graph mode, or None for an eager one.
+
+    Raises:
+        ValueError: A buffer is missing or unfit.
+    """
+    if not use_cuda_graph:
+        return None
+    qo = _buffer("qo_indptr", qo_indptr, device)
+    batch = _batch(qo)
+    bound = {
+        "qo_indptr": qo,
+        "kv_indptr": _buffer("kv_indptr", indptr, device, batch + 1),
+        "kv_indices": _buffer("kv_indices", indices, device),
+        "kv_len": _buffer("kv_len_arr", kv_len, device, batch),
+    }
+    return GraphBuffers(batch, bound["kv_indices"].numel(), bound)
+
+
 def ragged_buffers(
     use_cuda_graph: bool,
     device: torch.device | None,

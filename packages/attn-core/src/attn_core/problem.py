@@ -116,6 +116,8 @@ class AttentionProblem:
         fixed_split_size: Cut every request's keys into chunks of this many pages (tokens when ragged),
             so that a request's bits do not depend on the rest of its batch; None lets the planner cut.
         disable_split_kv: Never cut; gives the same independence.
+        latent: Values are the first ``head_dim_vo`` columns of the keys, in the same memory, and there is one
+            key/value head: multi-head latent attention with the projections absorbed.
     """
 
     op: Op
@@ -138,6 +140,7 @@ class AttentionProblem:
     use_tensor_cores: bool = False
     fixed_split_size: int | None = None
     disable_split_kv: bool = False
+    latent: bool = False
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -157,11 +160,15 @@ class AttentionProblem:
             raise ValueError(needs("logits_soft_cap", "0 or more", self.logits_soft_cap, "core.soft-cap"))
         if self.fixed_split_size is not None:
             _positive("core.split-size", fixed_split_size=self.fixed_split_size)
+        if self.latent and (self.num_kv_heads != 1 or self.head_dim_vo > self.head_dim_qk):
+            got = f"{self.num_kv_heads} heads, head_dim {self.head_dim_qk} and {self.head_dim_vo}"
+            want = "one key/value head whose values are part of its keys"
+            raise ValueError(needs("latent", want, got, "core.latent"))
         if self.pos_encoding is PosEncoding.ROPE_LLAMA and self.head_dim_qk % 2:
             raise ValueError(
                 needs("head_dim_qk", "an even number with ROPE_LLAMA", self.head_dim_qk, "core.rope")
             )
-        # Routing looks the problem up on every plan; hashing eighteen fields each time would be most of it.
+        # Routing looks the problem up on every plan; hashing all its fields each time would be most of it.
         object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in _HASHED)))
 
     def __hash__(self) -> int:

@@ -188,6 +188,8 @@ def _cases(backend: Backend, target: DeviceTarget) -> Cases:
         archs = path.capability.archs
         if archs is not None and target.arch not in archs:
             continue
+        if path.capability.latent:
+            continue  # has a wrapper, and so a check, of its own
         for op in sorted(path.capability.ops):
             if op is Op.APPEND:
                 _keep(found, found.append, (_append(backend, path, target, r) for r in _append_rows(path)))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from ...backend import Backend
 from ...target import DeviceTarget
 from ..cases import Case
-from . import append, declared, graph, plan, run, workspace
+from . import append, declared, graph, latent, plan, run, workspace
 from .expect import Violation
 
 BACKEND: tuple[Callable[[Backend, DeviceTarget], object], ...] = (
@@ -18,6 +18,7 @@ BACKEND: tuple[Callable[[Backend, DeviceTarget], object], ...] = (
     declared.answers_unavailable_without_side_effects,
     declared.rules_are_pure,
     workspace.fits_a_smaller_workspace,
+    latent.attends_with_values_inside_keys,
 )
 CASE: Mapping[str, tuple[Callable[[Case], None], ...]] = {
     "case": (
@@ -42,4 +43,15 @@ CASE: Mapping[str, tuple[Callable[[Case], None], ...]] = {
     ),
 }
 
-__all__ = ["BACKEND", "CASE", "Violation", "append", "declared", "graph", "plan", "run", "workspace"]
+__all__ = [
+    "BACKEND",
+    "CASE",
+    "Violation",
+    "append",
+    "declared",
+    "graph",
+    "latent",
+    "plan",
+    "run",
+    "workspace",
+]

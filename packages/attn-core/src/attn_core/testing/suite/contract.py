@@ -26,6 +26,10 @@ class TestBackend:
         """Told of less workspace, a plan fits and stays right, or asks for what it needs."""
         checks.workspace.fits_a_smaller_workspace(*subject)
 
+    def test_attends_with_values_inside_keys(self, subject: Subject) -> None:
+        """Latent attention, where a path does not decline it, from a joint cache and from two."""
+        checks.latent.attends_with_values_inside_keys(*subject)
+
 
 class TestPlan:
     """plan() is a function."""
