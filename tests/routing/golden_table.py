@@ -44,6 +44,7 @@ OF_OP = {
     Op.VERIFY: tuple(n for n in LENGTHS if n > 1),
     Op.APPEND: (1,),
 }
+LATENT = {"num_qo_heads": 16, "num_kv_heads": 1, "head_dim_qk": 576, "head_dim_vo": 512}
 FP8_OF_ARCH = {"gfx942": torch.float8_e4m3fnuz}
 HEAD = ("op", "special", "page_size", "gfx942", "gfx950", "cpu", "sm_90", "gfx90a")
 
@@ -64,6 +65,9 @@ def special(op: Op, arch: str) -> Iterator[tuple[str, dict[str, Any]]]:
     if op in (Op.DECODE, Op.VERIFY, Op.DECODE_SINGLE):
         yield "tensor cores", {"use_tensor_cores": True}
         return
+    if op is Op.PREFILL_PAGED:
+        yield "latent", {"latent": True, **LATENT}
+        yield "latent lse", {"latent": True, "needs_lse": True, **LATENT}
     yield "mask", {"mask": MaskMode.CUSTOM}
     yield "fp8 q and kv", {"q_dtype": fp8, "kv_dtype": fp8}
 

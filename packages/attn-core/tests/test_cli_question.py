@@ -177,6 +177,7 @@ def test_every_option_arrives(quick):
         "use_tensor_cores": True,
         "fixed_split_size": 4,
         "disable_split_kv": True,
+        "latent": False,
         "kv_layout": "HND",
         "page_size": 32,
         "target": {
@@ -199,3 +200,11 @@ def test_every_option_arrives(quick):
         "backend": "reference",
         "assumed": {},
     }
+
+
+def test_latent_attention_has_sizes_of_its_own(quick):
+    query = answer("--op", "prefill_paged", "--latent", "--page-size", "1", "--arch", "cpu")["query"]
+    sizes = [query[name] for name in ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")]
+    assert (query["latent"], sizes) == (True, [16, 1, 576, 512])
+    given = answer("--op", "prefill_paged", "--latent", "--heads", "128/1", "--arch", "cpu")["query"]
+    assert given["num_qo_heads"] == 128

@@ -9,6 +9,7 @@ AITER would have compiled in run(), what the last call was given, and the larges
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import sys
 import types
@@ -19,7 +20,7 @@ from typing import Any
 
 import python_layer
 import torch
-from functions import Prefill, Varlen
+from functions import Latent, Prefill, Varlen
 from standins import PaV1, reshape_and_cache_flash
 
 import attn_core
@@ -37,7 +38,7 @@ class Case:
 
     Attributes:
         path: Path that is named.
-        kind: ``paged``, ``ragged``, ``single``, ``decode`` or ``append``.
+        kind: ``paged``, ``ragged``, ``single``, ``decode``, ``latent`` or ``append``.
         dim: Size of a head.
         dtype: Type of everything.
         q_len: Query rows per request.
@@ -95,6 +96,8 @@ CASES = {
     "decode fp16 cap": Case("pa_v1", "decode", q_len=1, dtype=_F16, options={"logits_soft_cap": 5.0}),
     "decode window": Case("pa_v1", "decode", dim=64, q_len=1, options={"window_left": 7}),
     "decode long": Case("pa_v1", "decode", q_len=1, kv_len=256 * 64 + 1),
+    "latent": Case("mla", "latent", q_len=1, page_size=1),
+    "latent, four rows": Case("mla", "latent", q_len=4, page_size=1),
     "append": Case("append", "append"),
 }  # fmt: skip
 
@@ -118,6 +121,40 @@ def answers(recorder: python_layer.Recorder) -> None:
         mha_batch_prefill=lambda **given: _quadruple(Prefill(), given),
         reshape_and_cache_flash=reshape_and_cache_flash,
     )
+
+
+class NoKernel:
+    """A Triton kernel whose launch does nothing."""
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        """Return what launches on a grid."""
+        return lambda *arguments, **keywords: None
+
+
+def latent(recorder: python_layer.Recorder) -> None:
+    """The first stage gives the whole answer; the second, which merges its splits in Triton, is left out."""
+    layer: Any = importlib.import_module("aiter.mla")
+    ends = layer.get_meta_param.__wrapped__
+    arange = torch.arange
+
+    def meta(*given: Any) -> Any:
+        torch.arange = lambda *a, device=None, **k: arange(*a, **k)  # it says "cuda"
+        try:
+            return ends(*given)
+        finally:
+            torch.arange = arange
+
+    def first_stage(**given: Any) -> None:
+        assert given["num_kv_splits_indptr"].numel() == given["qo_indptr"].numel()
+        Latent()(
+            q=given["Q"], kv_buffer=given["KV"], o=given["output"], sm_scale=given["softmax_scale"],
+            logit_cap=0.0, **{n: given[n] for n in ("qo_indptr", "kv_indptr")},
+            kv_indices=given["kv_page_indices"], kv_last_page_lens=given["kv_last_page_lens"],
+        )  # fmt: skip
+
+    layer.get_meta_param = meta
+    layer._fwd_kernel_stage2_asm = NoKernel()
+    recorder.answers["mla_decode_stage1_asm_fwd"] = first_stage
 
 
 def _quadruple(function: Callable[..., Any], given: dict[str, Any]) -> Any:
@@ -224,6 +261,12 @@ def ask(case: Case, backend: str, metadata: tuple[torch.Tensor, ...], data: dict
         more = {"causal": True, **more, "needs_lse": case.lse}
         wrapper.plan(qo, kv, HEADS, KV_HEADS, case.dim, **types, **more)
         return lambda: wrapper.run(data["q"], data["k"], data["v"], return_lse=case.lse)
+    if case.kind == "latent":
+        wrapper = attn_core.BatchMLAPagedAttentionWrapper(space, backend=backend)
+        lengths = torch.full((2,), case.kv_len, dtype=torch.int32)
+        wrapper.plan(qo, *metadata[:2], lengths, 16, 512, 64, 1, True, 0.1, case.dtype, case.dtype)
+        q, cache = data["q"], data["k"]
+        return lambda: wrapper.run(q[..., :512], q[..., 512:], cache[..., :512], cache[..., 512:])
     if case.kind == "single":
         half, tokens = data["q"][: case.q_len], case.kv_len
         return lambda: attn_core.single_prefill_with_kv_cache(
@@ -236,6 +279,11 @@ def ask(case: Case, backend: str, metadata: tuple[torch.Tensor, ...], data: dict
 
 def tensors(case: Case, pages: int) -> dict[str, torch.Tensor]:
     """Random q, and a cache or keys of two requests."""
+    if case.kind == "latent":
+        return {
+            "q": torch.randn(2 * case.q_len, 16, 576).to(case.dtype),
+            "k": torch.randn(pages, 1, 576).to(case.dtype),
+        }
     paged = case.kind in ("paged", "decode", "append")
     front = (pages, case.page_size) if paged else (2 * case.kv_len,)
     shapes = {"q": (2 * case.q_len, HEADS), "k": (*front, KV_HEADS), "v": (*front, KV_HEADS)}
@@ -286,6 +334,7 @@ def main() -> None:
     tree, arch = Path(sys.argv[1]), sys.argv[2]
     recorder = python_layer.install(tree, arch)
     answers(recorder)
+    latent(recorder)
     decode = DecodeKernel(recorder)
     target = DeviceTarget("hip", arch, 304, 64)
     for module in (planner, page):

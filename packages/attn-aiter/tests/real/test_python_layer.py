@@ -49,6 +49,8 @@ REACHES = {
     "decode fp16 cap": "pa_v1 1",
     "decode window": "pa_v1 1",
     "decode long": "pa_v1 2",
+    "latent": "module_mla_asm",
+    "latent, four rows": "module_mla_asm",
     "append": "module_cache",
 }
 REFUSED = {"varlen window 0": "aiter.window-zero", "varlen bf16 cap": "aiter.soft-cap"}
@@ -57,6 +59,7 @@ OP_OF = {
     "mha_varlen": "mha_varlen_fwd",
     "module_fmha": "fmha_v3_varlen_fwd",
     "pa_v1": "decode",
+    "module_mla": "mla_decode_stage1_asm_fwd",
     "module_cache": "reshape_and_cache_flash",
 }
 GIVEN: dict[str, dict[str, Any]] = {
@@ -74,6 +77,8 @@ GIVEN: dict[str, dict[str, Any]] = {
     "varlen window": {"window_size_left": 7, "window_size_right": 0},
     "varlen fp16 cap, not causal": {"logits_soft_cap": 5.0, "is_causal": False},
     "gather window": {"window_size_left": 7, "max_seqlen_q": 4, "max_seqlen_k": 40, "min_seqlen_q": 0},
+    "latent": {"max_seqlen_q": 1, "softmax_scale": 0.1},
+    "latent, four rows": {"max_seqlen_q": 4, "softmax_scale": 0.1},
     "append": {"kv_cache_dtype": "auto"},
 }  # fmt: skip
 

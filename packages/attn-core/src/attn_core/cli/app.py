@@ -93,6 +93,10 @@ def explain(
     tensor_cores: Annotated[
         bool, _switch("--tensor-cores", "Decode on the matrix path; verify and prefill are.", _LAYER)
     ] = False,
+    latent: Annotated[
+        bool,
+        _switch("--latent", "Values inside the keys: paged prefill, heads 16/1, head_dim 576/512.", _LAYER),
+    ] = False,
     batch: Annotated[str | None, _option("--batch", "N", "Requests. (8; 1 for single)", _BATCH)] = None,
     q_len: Annotated[
         str | None,

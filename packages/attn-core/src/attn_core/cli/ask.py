@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -42,6 +42,7 @@ class Options:
     disable_split_kv: bool = False
     needs_lse: bool = False
     tensor_cores: bool = False
+    latent: bool = False
     graph: bool = False
     backend: str | None = None
 
@@ -77,6 +78,7 @@ _PLANNED = _BATCHED & _ATTENDING
 _APPLIES = {
     "page_size": ("an op with a paged cache", _PAGED),
     "batch": ("an op over a batch", _BATCHED),
+    "latent": ("prefill_paged", frozenset({Op.PREFILL_PAGED})),
     "graph": ("an op whose wrapper can be captured", _PLANNED),
     "fixed_split_size": ("an op with a batch wrapper", _PLANNED),
     "disable_split_kv": ("an op with a batch wrapper", _PLANNED),
@@ -128,13 +130,13 @@ def _refuse_foreign(options: Options, op: Op) -> None:
 def _problem(options: Options, op: Op) -> AttentionProblem:
     profile = _PROFILES[op]
     mask = _choice("mask", options.mask, profile.masks[0].value, [m.value for m in profile.masks], op)
-    heads = _pair("heads", options.heads, "32/8")
-    dims = _pair("head-dim", options.head_dim, "128")
+    heads = _pair("heads", options.heads, "16/1" if options.latent else "32/8")
+    dims = _pair("head-dim", options.head_dim, "576/512" if options.latent else "128")
     dtype = _dtype(options.dtype) or "bfloat16"
     layout = _choice("layout", options.layout, "NHD", ["NHD", "HND"])
     page_size = _whole("page-size", options.page_size, 16)
     split = options.fixed_split_size
-    return make_problem(
+    asked = make_problem(
         op,
         (heads[1], heads[1]) if op is Op.APPEND else heads,
         dims,
@@ -154,6 +156,7 @@ def _problem(options: Options, op: Op) -> AttentionProblem:
         None if split is None else _whole("fixed-split-size", split, 1),
         options.disable_split_kv,
     )
+    return replace(asked, latent=True) if options.latent else asked
 
 
 def _shape(options: Options, problem: AttentionProblem) -> BatchShape:

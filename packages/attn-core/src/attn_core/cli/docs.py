@@ -276,6 +276,7 @@ def _capability(backend: Backend, path: Path) -> dict[str, str]:
         "log-sum-exp": _yes(c.lse),
         "use_tensor_cores": _yes(c.tensor_cores),
         "fixed_split_size, disable_split_kv": _yes(c.batch_invariant),
+        "latent attention": {None: "yes", True: "only", False: "no"}[c.latent],
         "graph capture": c.graph.name.lower().replace("_", " "),
         "q strides": contract.q,
         "k and v strides": _kv_strides(path),

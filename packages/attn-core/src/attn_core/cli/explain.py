@@ -225,6 +225,7 @@ def _extras(p: AttentionProblem) -> list[str]:
         "tensor cores": p.use_tensor_cores and p.op.value.startswith("decode"),
         f"fixed_split_size {p.fixed_split_size}": p.fixed_split_size is not None,
         "no split-KV": p.disable_split_kv,
+        "latent": p.latent,
     }
     return [text for text, told in unusual.items() if told]
 
