@@ -25,7 +25,8 @@ LAYERS = {
 
 # Of attn-core only: what may be imported besides the standard library.
 CORE_NEEDS = {"torch", "pluggy"}
-CORE_EXTRAS = {"cli": {"typer", "rich"}, "testing": {"pytest"}}
+# matplotlib is no extra: `attn tune` draws where it is there, and says so where it is not.
+CORE_EXTRAS = {"cli": {"typer", "rich", "matplotlib"}, "testing": {"pytest"}}
 
 MOST_LINES = 400
 SOURCES = {".py", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hip", ".hpp", ".inc", ".inl"}

@@ -115,3 +115,33 @@ def test_no_check_of_an_argument_is_an_assertion(found):
     assert len(found[0]["refused"]) == 6
     assert found[1]["refused"] == found[0]["refused"]
     assert found[1]["out"] == [3.0]
+
+
+LAZY = """
+import json, sys
+import attn_core
+assert attn_core.__version__
+found = {"torch": "torch" in sys.modules, "dir": dir(attn_core), "all": attn_core.__all__}
+found["types"] = {name: type(getattr(attn_core, name)).__name__ for name in attn_core.__all__}
+found["module"] = attn_core.sampling.__name__
+found["kept"] = "DecodePlanPool" in vars(attn_core)
+try:
+    attn_core.nonsense
+except AttributeError as error:
+    found["error"] = str(error)
+print("FOUND" + json.dumps(found))
+"""
+
+
+def test_importing_the_package_alone_loads_no_torch_and_every_name_is_there():
+    done = subprocess.run(
+        [sys.executable, *QUIET, "-c", LAZY], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.partition("FOUND")[2])
+    assert found["torch"] is False
+    assert set(found["all"]) <= set(found["dir"])
+    assert found["types"]["CacheView"] == found["types"]["NoRoute"] == "type"
+    assert {kind for name, kind in found["types"].items() if name[0].islower()} == {"function", "partial"}
+    assert (found["module"], found["kept"]) == ("attn_core.sampling", True)
+    assert found["error"] == "module 'attn_core' has no attribute 'nonsense'"
