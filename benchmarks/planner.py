@@ -23,7 +23,7 @@ from rich.table import Table
 
 from attn_hip.host import Host
 
-TILE_Q, KV_TILE, MIN_CHUNK, GROUP = 16, 64, 128, 4
+TILE_Q, KV_TILE, MIN_CHUNK, FINE, GROUP = 16, 64, 128, 16, 4
 KINDS = {
     "64 requests, 128 to 32768 keys": (64, 64, 128, 32768),
     "1 to 256 requests, 1 to 32768 keys": (1, 256, 1, 32768),
@@ -32,7 +32,7 @@ KINDS = {
 
 
 def planner(native: Any, heads: int, workers: int) -> Any:
-    return native.PlanInput(GROUP, heads, TILE_Q, KV_TILE, MIN_CHUNK, workers, 1, -1, True, 0, -1)
+    return native.PlanInput(GROUP, heads, TILE_Q, KV_TILE, MIN_CHUNK, FINE, workers, 1, -1, True, 0, -1)
 
 
 def plan(how: Any, qo_indptr: torch.Tensor, kv_len: torch.Tensor) -> Any:
@@ -64,11 +64,11 @@ def spread(native: Any, units: int, kind: tuple[int, int, int, int], batches: in
     return sorted(found)
 
 
-def cost_us(native: Any, batch: int) -> float:
+def cost_us(native: Any, batch: int, longest: int = 8000) -> float:
     """Least time of a native plan over a few rounds, in microseconds."""
     how = planner(native, 8, 304)
     qo = torch.arange(batch + 1, dtype=torch.int32)
-    kv = torch.randint(100, 8000, (batch,), dtype=torch.int32)
+    kv = torch.randint(100, longest, (batch,), dtype=torch.int32)
     rounds = []
     for _ in range(20):
         start = time.perf_counter()
@@ -102,6 +102,8 @@ def main() -> None:
     console.print(made)
     costs = {batch: cost_us(native, batch) for batch in (1, 16, 128, 1024)}
     console.print("native plan, us: " + ", ".join(f"batch {b}: {us:.1f}" for b, us in costs.items()))
+    costs = {batch: cost_us(native, batch, 1500) for batch in (1, 16, 128)}
+    console.print("of short requests: " + ", ".join(f"batch {b}: {us:.1f}" for b, us in costs.items()))
 
 
 if __name__ == "__main__":

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from attn_hip import driver, toolchain
 from attn_hip.host import Host
+
+from . import mockhip
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -24,3 +31,32 @@ def native() -> Any:
     host = Host()
     assert host.prepare() is None
     return host.module()
+
+
+@pytest.fixture(scope="session")
+def mock_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    made = tmp_path_factory.mktemp("mockhip") / "libamdhip64.so"
+    flags = ["-O1", "-Wall", "-Werror", "-Wno-stringop-truncation", "-fPIC", "-shared"]
+    subprocess.run([compiler, *flags, "-o", str(made), str(mockhip.HERE / "mockhip.c")], check=True)
+    return made
+
+
+@pytest.fixture
+def mock(
+    request: pytest.FixtureRequest, mock_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> mockhip.Mock:
+    """The runtime of the arch that the test is parametrised with, gfx942 by default."""
+    pytest.importorskip("numpy")
+    arch = getattr(request, "param", "gfx942")
+    try:
+        toolchain.find(arch)
+    except toolchain.NoCompiler as err:
+        pytest.skip(str(err))
+    # A library of its own for every test: the driver is remembered by its path.
+    library = tmp_path / "libamdhip64.so"
+    shutil.copy(mock_library, library)
+    monkeypatch.setenv(driver.RUNTIME_VARIABLE, os.fspath(library))
+    return mockhip.Mock(library, arch)

@@ -47,6 +47,7 @@ class Asked:
     causal: bool = False
     split: int = 0
     max_slots: int = -1
+    fine: int = 0
 
     def packed(self, request: int) -> int:
         return self.q_len[request] * self.group
@@ -103,8 +104,8 @@ def capacity(native: Any, asked: Asked, *limits: int) -> tuple[int, int, int]:
 
 def _native(native: Any, a: Asked) -> tuple[Any, torch.Tensor, torch.Tensor]:
     how = native.PlanInput(
-        a.group, a.num_kv_heads, a.tile_q, a.kv_tile, a.min_chunk, a.workers, a.max_heads, a.window_left,
-        a.causal, a.split, a.max_slots,
+        a.group, a.num_kv_heads, a.tile_q, a.kv_tile, a.min_chunk, a.fine, a.workers, a.max_heads,
+        a.window_left, a.causal, a.split, a.max_slots,
     )  # fmt: skip
     indptr = torch.tensor([0, *a.q_len], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return how, indptr, torch.tensor(a.kv_len, dtype=torch.int32)

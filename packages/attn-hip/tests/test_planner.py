@@ -32,6 +32,7 @@ def asked(draw: st.DrawFn) -> Asked:
         causal=draw(st.booleans()),
         split=draw(st.sampled_from([0, 0, 0, -1, 1, 7, 16, 1000])),
         max_slots=draw(st.sampled_from([-1, -1, 0, 1, 7, 40])),
+        fine=draw(st.sampled_from([0, 0, 1, 4])),
     )
 
 
@@ -53,7 +54,8 @@ def test_every_row_sees_every_key_once(native: Any, a: Asked) -> None:
         assert made.chunk == a.split
     if a.split == 0 and made.chunk > 0:
         assert made.chunk >= a.min_chunk
-        assert made.chunk % a.kv_tile == 0
+        # One that grows for want of slots grows by whole steps.
+        assert made.chunk % (a.fine or a.kv_tile) == 0
 
 
 @QUICK
@@ -205,7 +207,19 @@ def test_ragged_batches_keep_every_compute_unit_busy(native: Any, units: int) ->
     for _ in range(120):
         kv_len = ragged(draw, 64, 128, 32768)
         heads = draw.choice([1, 4, 8])
-        a = Asked((1,) * 64, kv_len, 4, heads, 16, 64, 128, units, causal=True)
+        a = Asked((1,) * 64, kv_len, 4, heads, 16, 64, 128, units, causal=True, fine=16)
+        assert balance(plan(native, a).items, units, 128) >= 0.85, kv_len
+
+
+@pytest.mark.parametrize("units", [304, 256])
+@pytest.mark.parametrize("kind", [(1, 256, 1, 32768), (1, 16, 16, 4096)])
+def test_batches_of_any_size_are_balanced(native: Any, units: int, kind: tuple[int, int, int, int]) -> None:
+    """Also where a unit's share is not much longer than the shortest chunk."""
+    draw, (fewest, most, low, high) = random.Random(units), kind
+    for _ in range(120):
+        count = draw.randint(fewest, most)
+        kv_len, heads = ragged(draw, count, low, high), draw.choice([1, 4, 8])
+        a = Asked((1,) * count, kv_len, 4, heads, 16, 64, 128, units, causal=True, fine=16)
         assert balance(plan(native, a).items, units, 128) >= 0.85, kv_len
 
 

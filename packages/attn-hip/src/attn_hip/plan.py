@@ -22,7 +22,7 @@ _SPLIT_AUTO, _SPLIT_NEVER = 0, -1
 _UNLIMITED = -1
 _DECODES = (Op.DECODE, Op.VERIFY)
 _CPU_MIN_CHUNK = 512
-_GPU_KV_TILE = 64
+_GPU_KV_TILE, _GPU_FINE = 64, 16
 _GPU_MIN_CHUNK = {16: 128, 64: 256, 128: 256}
 _PACKED_ROWS = 16
 """Up to so many packed rows a CPU item takes several KV heads: a decode, bound by reading."""
@@ -39,12 +39,14 @@ class Style:
         kv_tile: Keys per step; chunks are multiples.
         min_chunk: Keys of a chunk, at least.
         max_heads: KV heads of an item, at most.
+        fine: Short chunks may be any multiple of it where that keeps the workers busier; 0 for no such choice.
     """
 
     tile_q: int
     kv_tile: int
     min_chunk: int
     max_heads: int
+    fine: int = 0
 
 
 def plan(native: Any, query: Query, batch: HostBatch) -> PlanResult:
@@ -122,7 +124,7 @@ def style_of(native: Any, query: Query) -> Style:
             native.cta_tile_q(*_rows(query), group, graph is not None),
             variants.tiles(query.target.arch, problem),
         )
-        return Style(tile, _GPU_KV_TILE, _GPU_MIN_CHUNK[tile], 1)
+        return Style(tile, _GPU_KV_TILE, _GPU_MIN_CHUNK[tile], 1, _GPU_FINE)
     if graph is None:
         rows = shape.max_q_len
     elif problem.op in _DECODES:
@@ -170,7 +172,8 @@ def _input(native: Any, problem: AttentionProblem, style: Style, workers: int, m
     elif problem.fixed_split_size is not None:
         split = problem.fixed_split_size * (problem.page_size or 1)
     return native.PlanInput(
-        problem.gqa_group_size, problem.num_kv_heads, style.tile_q, style.kv_tile, style.min_chunk, workers,
+        problem.gqa_group_size, problem.num_kv_heads, style.tile_q, style.kv_tile, style.min_chunk, style.fine,
+        workers,
         style.max_heads, problem.window_left, problem.mask is MaskMode.CAUSAL, split, max_slots,
     )  # fmt: skip
 

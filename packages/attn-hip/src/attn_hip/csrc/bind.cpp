@@ -54,13 +54,13 @@ KvStrides kv_strides(const py::tuple& strides, bool paged, bool heads_first) {
 }
 
 // How a batch is planned, apart from the batch.
-PlanInput plan_input(int group, int num_kv_heads, int tile_q, int tile_kv, int min_chunk, int workers, int max_heads,
+PlanInput plan_input(int group, int num_kv_heads, int tile_q, int tile_kv, int min_chunk, int fine, int workers, int max_heads,
                      int window_left, bool causal, int64_t split, int64_t max_slots) {
-  require(group > 0 && num_kv_heads > 0 && tile_q > 0 && tile_kv > 0 && min_chunk > 0 && workers > 0 &&
+  require(group > 0 && num_kv_heads > 0 && tile_q > 0 && tile_kv > 0 && min_chunk > 0 && fine >= 0 && workers > 0 &&
               max_heads > 0,
           "native: sizes of a plan need to be positive [fa2.native]");
   require(split >= kSplitNever && window_left >= -1, "native: split and window_left need to be -1 or more [fa2.native]");
-  return {nullptr, nullptr, 0, group, num_kv_heads, tile_q, tile_kv, min_chunk, workers, max_heads, window_left, causal,
+  return {nullptr, nullptr, 0, group, num_kv_heads, tile_q, tile_kv, min_chunk, fine, workers, max_heads, window_left, causal,
           split, max_slots};
 }
 

@@ -1,14 +1,21 @@
 #include "planner.h"
 
 #include <algorithm>
+#include <functional>
 #include <limits>
+#include <queue>
 #include <stdexcept>
 
 namespace attn {
 namespace {
 
-// Items per worker when nothing else bounds the chunk: the last round, where workers run dry, is then short.
-constexpr int64_t kItemsPerWorker = 8;
+// Items per worker when nothing else bounds the chunk: the last round, where workers run dry, is then short. Fewer
+// where short chunks are balanced one by one.
+int64_t items_per_worker(const PlanInput& in) { return in.fine ? 6 : 8; }
+// With so few items that a chunk cannot be much shorter than a worker's share, chunks of these parts of the share are
+// tried. More tiles than that are not worth the trying.
+constexpr double kShares[] = {1.0, 1.05, 1.1, 1.15, 1.2, 1.35, 1.5, 0.8, 0.7, 0.65, 0.6, 0.55, 0.5, 0.45, 0.4, 1.0 / 3};
+constexpr size_t kMostTried = 512;
 // Fewer items than this per worker: give an item fewer heads instead.
 constexpr int64_t kEnoughPerWorker = 4;
 constexpr int64_t kWhole = std::numeric_limits<int32_t>::max();  // a chunk that no request exceeds
@@ -93,8 +100,56 @@ class Cutter {
   int64_t chunk(int heads) const {
     if (in_.split == kSplitNever) return kWhole;
     if (in_.split != kSplitAuto) return std::min(in_.split, kWhole);
-    const int64_t even = ceil_div(tokens_ * groups(heads), kItemsPerWorker * in_.workers);
-    return rounded(std::max<int64_t>(even, in_.min_chunk));
+    const int64_t even = ceil_div(tokens_ * groups(heads), items_per_worker(in_) * in_.workers);
+    const int64_t c = rounded(std::max<int64_t>(even, in_.min_chunk));
+    return in_.fine && c <= 3 * in_.min_chunk ? balanced(c, groups(heads)) : c;
+  }
+
+  // The chunk that keeps `workers` busiest, by replaying what the sorted items would do.
+  int64_t balanced(int64_t otherwise, int64_t groups) const {
+    std::vector<int64_t> sizes;
+    tiles_.each([&](int, int64_t, const Span& span) { sizes.push_back(span.size()); });
+    if (sizes.size() > kMostTried) return otherwise;
+    const double share = double(tokens_ * groups) / in_.workers;
+    int64_t best = otherwise, least = makespan(sizes, groups, otherwise);
+    for (const double part : kShares) {
+      const int64_t c = std::max<int64_t>(ceil_div(int64_t(share * part), in_.fine) * in_.fine, in_.min_chunk);
+      if (c == best) continue;
+      const int64_t span = makespan(sizes, groups, c);
+      if (span < least) best = c, least = span;
+    }
+    return best;
+  }
+
+  // Keys that the busiest worker takes when items go, longest first, to whoever is free.
+  int64_t makespan(const std::vector<int64_t>& sizes, int64_t groups, int64_t c) const {
+    int64_t whole = 0;
+    std::vector<int64_t> rest;
+    for (const int64_t size : sizes) {
+      whole += size / c * groups;
+      if (size % c) rest.push_back(size % c);
+    }
+    std::sort(rest.begin(), rest.end(), std::greater<>());
+    struct Workers {
+      int64_t busy, count;
+      bool operator<(const Workers& other) const { return busy > other.busy; }  // the least busy on top
+    };
+    std::priority_queue<Workers> workers;
+    const int64_t rounds = whole / in_.workers, more = whole % in_.workers;
+    workers.push({rounds * c, in_.workers - more});
+    if (more) workers.push({(rounds + 1) * c, more});
+    int64_t most = (rounds + (more > 0)) * c;
+    for (const int64_t size : rest)
+      for (int64_t left = groups; left > 0;) {
+        const Workers free = workers.top();
+        workers.pop();
+        const int64_t taken = std::min(free.count, left);
+        if (free.count > taken) workers.push({free.busy, free.count - taken});
+        workers.push({free.busy + size, taken});
+        most = std::max(most, free.busy + size);
+        left -= taken;
+      }
+    return most;
   }
 
   int64_t rounded(int64_t c) const { return std::min(ceil_div(c, in_.kv_tile) * in_.kv_tile, kWhole); }
@@ -206,9 +261,9 @@ Capacity capacity_of(const PlanInput& in, const PlanLimits& limits) {
     parts = std::min(parts, per_request * (limits.total_kv / least + limits.batch * (windowed ? 2 : 1)));
   Capacity most = {parts * heads, 0, parts * heads};
   if (in.split == kSplitAuto) {
-    // The chunk is at least 1 / (kItemsPerWorker * workers) of the tokens. Without a window a tile that is cut has
+    // The chunk is at least 1 / (items_per_worker * workers) of the tokens. Without a window a tile that is cut has
     // more than one chunk of keys, so rounding up at most doubles.
-    const int64_t even = kItemsPerWorker * in.workers, rest = tiles * heads * (windowed ? 2 : 1);
+    const int64_t even = items_per_worker(in) * in.workers, rest = tiles * heads * (windowed ? 2 : 1);
     const int64_t each = std::min(in.max_heads, in.num_kv_heads);  // slots of one item
     most.items = std::min(most.items, even + rest);
     most.slots = std::min(most.slots, windowed ? even * each + rest : even * 2 * each);

@@ -22,6 +22,7 @@ struct PlanInput {
   int32_t tile_q;       // packed rows per tile
   int32_t kv_tile;      // chunks that are not fixed are multiples of it
   int32_t min_chunk;    // tokens; chunks that are not fixed are no shorter
+  int32_t fine;         // > 0: short chunks may be any multiple of it, whatever balances best; 0: of kv_tile only
   int32_t workers;      // what runs items side by side: compute units or threads
   int32_t max_heads;    // KV heads per item, at most; several let a thread read NHD pages as they lie
   int32_t window_left;  // -1 off
