@@ -293,8 +293,8 @@ def test_without_compiler_and_code_objects_the_device_is_not_served(
 def test_a_query_plans_the_same_every_time(mock: Mock, fresh_fa2: Fa2Backend) -> None:
     batch = Batch((1, 1), (300, 20))
     problem = AttentionProblem(
-        op=Op.DECODE, num_qo_heads=HEADS, num_kv_heads=KV_HEADS, head_dim_qk=DIM, head_dim_vo=DIM, q_dtype=TYPE,
-        kv_dtype=TYPE, o_dtype=TYPE, kv=PagedKV(PAGE), use_tensor_cores=True,
+        op=Op.DECODE, num_qo_heads=HEADS, num_kv_heads=KV_HEADS, head_dim_qk=DIM, head_dim_vo=DIM,
+        q_dtype=TYPE, kv_dtype=TYPE, o_dtype=TYPE, kv=PagedKV(PAGE), use_tensor_cores=True,
     )  # fmt: skip
     host: HostBatch = paged_batch(1, *batch.index, PAGE)
     query = Query(TARGETS[mock.arch], problem, host.shape)

@@ -70,14 +70,14 @@ class DecodePlanPool:
             ValueError: As the wrapper's ``plan()``.
         """
         key = (size_of("last_page_len", last_page_len), options.get("q_len_per_req", 1))
-        member = self._members.get(key) or self._make(key[0])
+        member = self._members.get(key) or self._make(*key)
         member.plan(
             indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, **options
         )
         self._members[key] = member
         return member
 
-    def _make(self, batch_size: int) -> BatchDecodeWithPagedKVCacheWrapper:
+    def _make(self, batch_size: int, q_len: int) -> BatchDecodeWithPagedKVCacheWrapper:
         indptr, indices, last = (
             torch.zeros(size, dtype=torch.int32, device=self._workspace.device)
             for size in (batch_size + 1, self._max_pages, batch_size)
@@ -86,7 +86,7 @@ class DecodePlanPool:
             self._workspace,
             self._layout,
             use_cuda_graph=True,
-            use_tensor_cores=True,
+            use_tensor_cores=q_len > 1,  # one row may also go to a kernel that takes no more
             paged_kv_indptr_buffer=indptr,
             paged_kv_indices_buffer=indices,
             paged_kv_last_page_len_buffer=last,
