@@ -39,7 +39,7 @@ class Style:
         kv_tile: Keys per step; chunks are multiples.
         min_chunk: Keys of a chunk, at least.
         max_heads: KV heads of an item, at most.
-        fine: Short chunks may be any multiple of it where that keeps the workers busier; 0 for no such choice.
+        fine: Short chunks may be any multiple of it where that keeps workers busier; 0 for no such choice.
     """
 
     tile_q: int
@@ -172,8 +172,8 @@ def _input(native: Any, problem: AttentionProblem, style: Style, workers: int, m
     elif problem.fixed_split_size is not None:
         split = problem.fixed_split_size * (problem.page_size or 1)
     return native.PlanInput(
-        problem.gqa_group_size, problem.num_kv_heads, style.tile_q, style.kv_tile, style.min_chunk, style.fine,
-        workers,
+        problem.gqa_group_size, problem.num_kv_heads, style.tile_q, style.kv_tile, style.min_chunk,
+        style.fine, workers,
         style.max_heads, problem.window_left, problem.mask is MaskMode.CAUSAL, split, max_slots,
     )  # fmt: skip
 
