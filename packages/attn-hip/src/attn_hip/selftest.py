@@ -178,7 +178,8 @@ def _paged(
     wrapper = BatchPrefillWithPagedKVCacheWrapper(space, backend=backend)
     qo_indptr, kv_indptr, kv_indices, last_page_len = index
     wrapper.plan(
-        qo_indptr, kv_indptr, kv_indices, last_page_len, p.num_qo_heads, p.num_kv_heads, p.head_dim_qk, _PAGE, causal=p.mask is MaskMode.CAUSAL,
+        qo_indptr, kv_indptr, kv_indices, last_page_len, p.num_qo_heads, p.num_kv_heads, p.head_dim_qk,
+        _PAGE, causal=p.mask is MaskMode.CAUSAL,
         logits_soft_cap=p.logits_soft_cap, q_data_type=q_dtype, kv_data_type=kv_dtype,
     )  # fmt: skip
     q, k, v = (t.to(device) for t in tensors)
