@@ -13,6 +13,7 @@ from attn_aiter import codes, rows
 from attn_aiter.backend import AiterBackend
 from attn_aiter.routes import mla
 from attn_core import planner, plugins
+from attn_core.backend import RunIO
 from attn_core.errors import NoRoute, Unsupported
 from attn_core.reference import ReferenceBackend
 
@@ -148,13 +149,22 @@ def test_other_paths_leave_latent_attention_alone_and_this_one_the_rest(latent: 
     "spoil", [lambda k, v: (k, v.clone()), lambda k, v: (k, k[..., 64:576]), lambda k, v: (k[::2], v[::2])]
 )
 def test_mutation_values_that_are_not_the_first_columns_of_dense_keys(latent: Latent, spoil) -> None:
-    from attn_core.backend import RunIO
-
     k = torch.randn(6, 1, 1, 576).bfloat16()
     q = torch.empty(1, 16, 576).bfloat16()
     with pytest.raises(ValueError, match=r"aiter/mla.*\[aiter.kv-stride\]"):
         mla.check_latent(RunIO(q, *spoil(k, k[..., :512]), torch.empty(1, 16, 512)))
     mla.check_latent(RunIO(q, k, k[..., :512], torch.empty(1, 16, 512)))
+
+
+def test_mutation_what_is_not_latent_never_reaches_the_kernel(latent: Latent) -> None:
+    batch = Batch([9, 9], [1, 1])
+    wrapper = batch.plan()
+    calls = len(latent.calls)
+    k = batch.cache.unsqueeze(2)
+    io = RunIO(batch.q, k, k[..., :512].clone(), torch.empty(2, 16, 512).bfloat16())
+    with pytest.raises(ValueError, match=r"v: needs the first columns of k.*\[aiter.kv-stride\]"):
+        plugins.registry().backends[0].run(wrapper._plan_info.launch, wrapper._plan_info.image, io)
+    assert len(latent.calls) == calls
 
 
 def test_mutation_a_second_device(latent: Latent) -> None:

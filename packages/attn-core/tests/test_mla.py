@@ -92,6 +92,21 @@ def test_the_sizes_of_deepseek(dtype):
     close(one.run(*batch.parts()).float(), batch.want()[0].float(), 3e-2)
 
 
+def test_parts_that_lie_apart_in_one_tensor():
+    """Same memory, same strides, but not side by side: they are copied, not read through."""
+    batch, one = Batch(), wrapper()
+    batch.plan(one)
+    q, cache = (torch.full((*t.shape[:-1], t.shape[-1] + 8), 9.0) for t in (batch.q, batch.cache))
+    parts = []
+    for wide, t in ((q, batch.q), (cache, batch.cache)):
+        wide[..., :CKV], wide[..., CKV + 8 :] = t[..., :CKV], t[..., CKV:]
+        parts += [wide[..., :CKV], wide[..., CKV + 8 :]]
+    close(one.run(*parts), batch.want()[0])
+    swapped = [torch.cat((t[..., CKV:], t[..., :CKV]), -1) for t in (batch.q, batch.cache)]
+    parts = [part for t in swapped for part in (t[..., KPE:], t[..., :KPE])]
+    close(one.run(*parts), batch.want()[0])
+
+
 def test_outputs_that_are_given_and_base_e():
     batch, one = Batch(), wrapper()
     batch.plan(one)
