@@ -163,6 +163,15 @@ def test_a_captured_verify_gets_the_tile_of_an_eager_one(
     assert style_of(native, prefill).tile_q == (16 if q_len == 1 else 64)
 
 
+def test_a_batch_invariant_prefill_has_one_tile(native: Any) -> None:
+    """A row's bits depend on the tile's height, so the other requests' rows must not choose it."""
+    target = parse_target("gfx942")
+    for q_len in (1, 4, 70):
+        fixed = query(target, q_len, False, op=Op.PREFILL_PAGED, disable_split_kv=True)
+        assert style_of(native, fixed).tile_q == 64
+    assert style_of(native, query(target, 1, False, op=Op.PREFILL_PAGED)).tile_q == 16
+
+
 def test_cpu_styles(native: Any) -> None:
     tile = native.kv_tile()
     assert style_of(native, query(CPU, 1, False)) == Style(4, tile, 512, 32)

@@ -24,6 +24,8 @@ _DECODES = (Op.DECODE, Op.VERIFY)
 _CPU_MIN_CHUNK = 512
 _GPU_KV_TILE, _GPU_FINE = 64, 16
 _GPU_MIN_CHUNK = {16: 128, 64: 256, 128: 256}
+_INVARIANT_TILE = 64
+"""Tiles of other heights add a row's keys up in another order: the rest of the batch may not choose."""
 _PACKED_ROWS = 16
 """Up to so many packed rows a CPU item takes several KV heads: a decode, bound by reading."""
 _PACKED_TOKENS, _PACKED_BYTES = 16, 256 << 10
@@ -120,10 +122,11 @@ def style_of(native: Any, query: Query) -> Style:
     problem, shape, graph = query.problem, query.batch, query.graph
     group = problem.gqa_group_size
     if query.target.kind != "cpu":
-        tile = _fitting(
-            native.cta_tile_q(*_rows(query), group, graph is not None),
-            variants.tiles(query.target.arch, problem),
-        )
+        if problem.batch_invariant and problem.op not in _DECODES:
+            wanted = _INVARIANT_TILE
+        else:
+            wanted = native.cta_tile_q(*_rows(query), group, graph is not None)
+        tile = _fitting(wanted, variants.tiles(query.target.arch, problem))
         return Style(tile, _GPU_KV_TILE, _GPU_MIN_CHUNK[tile], 1, _GPU_FINE)
     if graph is None:
         rows = shape.max_q_len

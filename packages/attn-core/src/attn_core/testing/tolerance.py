@@ -19,6 +19,8 @@ DEFAULTS = {
 FP8_DEFAULT = 1e-1
 ROPE_FLOOR = 1e-4
 """A kernel may form its angles in float32: position 500 is then off by some 3e-5 radians."""
+ROPE_ROUNDING = 2
+"""It may also round what it has rotated to a 16-bit query's type, as it was rounded when it was given."""
 
 
 def declared(path: Path) -> dict[torch.dtype, float]:
@@ -36,8 +38,9 @@ def tolerance_of(case: Case) -> float:
     p, own = case.problem, declared(case.path)
     base = own.get(p.q_dtype, DEFAULTS.get(p.q_dtype, FP8_DEFAULT))
     written = DEFAULTS.get(p.o_dtype, FP8_DEFAULT)
-    floor = ROPE_FLOOR if p.pos_encoding is PosEncoding.ROPE_LLAMA else 0.0
-    return max(base, written, floor)
+    if p.pos_encoding is PosEncoding.ROPE_LLAMA:
+        base = max(base * (ROPE_ROUNDING if p.q_dtype.itemsize == 2 else 1), ROPE_FLOOR)
+    return max(base, written)
 
 
 def compare(got: torch.Tensor, want: torch.Tensor, tolerance: float, size: float, name: str) -> str | None:
