@@ -17,7 +17,7 @@ TAIL = """
 .Lfunc_end0:
 \t.amdhsa_kernel k
 \t\t.amdhsa_group_segment_fixed_size {lds}
-\t\t.amdhsa_private_segment_fixed_size 0
+\t\t.amdhsa_private_segment_fixed_size 16
 \t\t.amdhsa_user_sgpr_count 2
 \t\t.amdhsa_user_sgpr_kernarg_segment_ptr 1
 \t\t.amdhsa_system_sgpr_workgroup_id_x 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +60,19 @@ def mock(
     shutil.copy(mock_library, library)
     monkeypatch.setenv(driver.RUNTIME_VARIABLE, os.fspath(library))
     return mockhip.Mock(library, arch)
+
+
+@pytest.fixture(scope="session")
+def device(native: Any) -> Callable[[str, str], Any]:
+    from .device import Device, has  # needs numpy, which the rest does not
+
+    made: dict[tuple[str, str], Device] = {}
+
+    def of(arch: str, compiler: str) -> Any:
+        if not has(arch, compiler):
+            pytest.skip(f"{compiler} for {arch} is not here")
+        if (arch, compiler) not in made:
+            made[arch, compiler] = Device(native, arch, compiler)
+        return made[arch, compiler]
+
+    return of

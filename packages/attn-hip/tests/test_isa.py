@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from .asm import program, run
-from .isa import Memory, Unknown, launch
+from .isa import Memory, Undefined, Unknown, launch
 
 RNG = np.random.default_rng(7)
 
@@ -42,6 +42,9 @@ SMALL = RNG.integers(0, 32, 64, U)
         ("v_bfe_i32 v10, v1, 0, 8", (A,), (A.view(S) << 24 >> 24).view(U)),
         ("v_bfi_b32 v10, v1, v2, v3", (A, B, C), (A & B) | (~A & C)),
         ("v_perm_b32 v10, v1, v2, 0x01060c07", (A, B), 0),
+        ("v_perm_b32 v10, v1, v2, 0x0a08000b", (A, B), (B & U(255)) << U(8)
+         | np.where(A >> U(31), U(0xFF), U(0)) | np.where(B >> U(15) & U(1), U(0xFF0000), U(0))
+         | np.where(A >> U(15) & U(1), U(0xFF000000), U(0))),
         ("v_alignbit_b32 v10, v1, v2, 12", (A, B), (B >> U(12)) | (A << U(20))),
         ("v_lshl_add_u32 v10, v1, 3, v2", (A, B), (A << U(3)) + B),
         ("v_and_or_b32 v10, v1, v2, v3", (A, B, C), (A & B) | C),
@@ -65,7 +68,7 @@ SMALL = RNG.integers(0, 32, 64, U)
 )  # fmt: skip
 def test_integer_instructions(text: str, operands: tuple[np.ndarray, ...], wanted: object) -> None:
     arch = "gfx950" if "bitop3" in text else "gfx942"
-    if "v_perm" in text:
+    if "0x01060c07" in text:
         both = (A.astype(np.uint64) << np.uint64(32)) | B
         byte = [((both >> np.uint64(8 * n)) & np.uint64(255)).astype(U) for n in range(8)]
         wanted = byte[7] | (byte[6] << U(16)) | (byte[1] << U(24))
@@ -180,6 +183,50 @@ def test_packed_pairs_choose_halves_and_signs() -> None:
     np.testing.assert_array_equal(got, [w[1], w[2]])
     with pytest.raises(Unknown, match="upper half"):
         run(body + "v_pk_mul_f32 v[10:11], v[20:21], 2.0", list(w), 2)
+
+
+def test_packed_halves_choose_halves_and_signs() -> None:
+    w = RNG.standard_normal((2, 64, 2)).astype(np.float16)
+    a, b = (x.reshape(64, 2).copy().view(U)[:, 0] for x in w)
+
+    def halves(text: str) -> np.ndarray:
+        return run(text, [a, b])[0].view(np.float16).reshape(64, 2)
+
+    np.testing.assert_array_equal(halves("v_pk_mul_f16 v10, v1, v2"), w[0] * w[1])
+    np.testing.assert_array_equal(
+        halves("v_pk_add_f16 v10, v1, v2 op_sel:[1,0] op_sel_hi:[0,1] neg_lo:[0,1]"),
+        np.stack([w[0, :, 1] - w[1, :, 0], w[0, :, 0] + w[1, :, 1]], axis=1),
+    )
+    np.testing.assert_array_equal(halves("v_pk_mul_f16 v10, v1, 2.0 op_sel_hi:[1,0]"), w[0] * 2)
+    np.testing.assert_array_equal(halves("v_pk_mul_f16 v10, v1, 0x40004200"), w[0] * np.float16([3, 2]))
+    with pytest.raises(Unknown, match=r"upper half of 2\.0"):
+        halves("v_pk_mul_f16 v10, v1, 2.0")
+
+
+def test_mixed_precision_sums() -> None:
+    halves = RNG.standard_normal((64, 2)).astype(np.float16)
+    packed, y = halves.copy().view(U)[:, 0], RNG.standard_normal(64).astype(np.float32)
+    text = "v_fma_mix_f32 v10, v1, v2, -v2 op_sel:[1,0,0] op_sel_hi:[1,0,0]"
+    wanted = (halves[:, 1].astype(float) * y - y).astype(np.float32)
+    np.testing.assert_array_equal(run(text, [packed, y.view(U)])[0].view(np.float32), wanted)
+    text = "v_fma_mixlo_f16 v10, v1, v2, 0 op_sel_hi:[1,0,0]\nv_fma_mixhi_f16 v10, v2, v2, 1.0"
+    got = run(text, [packed, y.view(U)])[0].view(np.float16).reshape(64, 2)
+    low, high = halves[:, 0].astype(np.float32) * y, (y.astype(float) * y + 1).astype(np.float32)
+    np.testing.assert_array_equal(got, np.stack([low, high], axis=1).astype(np.float16))
+
+
+def test_spilled_registers_come_back() -> None:
+    body = """
+    scratch_store_dwordx2 off, v[1:2], off offset:8
+    v_mov_b32_e32 v1, 0
+    scratch_load_dword v10, off, off offset:12
+    scratch_load_dword v11, off, off offset:8
+    """
+    np.testing.assert_array_equal(run(body, [A, B], 2), [B, A])
+    with pytest.raises(Undefined):
+        run("scratch_load_dword v10, off, off offset:4", [A])
+    with pytest.raises(Unknown):
+        run("scratch_load_dword v10, off, off offset:16", [A])
 
 
 @pytest.mark.parametrize(

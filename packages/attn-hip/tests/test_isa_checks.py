@@ -142,7 +142,7 @@ def test_other_inputs_of_a_kernel_are_refused() -> None:
         Program.parse(HEAD.format(arch="gfx942") + TAIL.format(lds=0), "other")
     text = HEAD.format(arch="gfx942") + TAIL.format(lds=0)
     for was, now in (
-        ("private_segment_fixed_size 0", "private_segment_fixed_size 4"),
+        ("user_sgpr_count 2", "user_sgpr_dispatch_ptr 1"),
         ("sgpr_count 2", "sgpr_count 4"),
     ):
         with pytest.raises(Unknown):

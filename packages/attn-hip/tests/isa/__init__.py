@@ -9,7 +9,7 @@ stand there. An instruction that is not modelled raises; nothing is guessed. Che
 - copies into shared memory are waited for.
 
 Not modelled: time, caches, hazards and waits of ordinary loads (the compiler's part), modes of rounding and
-denormals (the kernels use the default ones), scratch memory, v_div_scale (quotients come out exact).
+denormals (the kernels use the default ones), indexed scratch memory, v_div_scale (quotients come out exact).
 """
 
 from .costs import BYTES_PER_CLOCK, Counts

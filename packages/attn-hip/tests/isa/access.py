@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Step = Callable[[Waves], None]
 _GLOBAL = re.compile(r"(global|flat)_(load|store)_(\w+)$")
+_PRIVATE = re.compile(r"scratch_(load|store)_(dword|dwordx2|dwordx3|dwordx4)$")
 _COPY = re.compile(r"global_load_lds_(dword|dwordx3|dwordx4|ushort|ubyte)$")
 _ATOMIC = re.compile(r"(global|flat)_atomic_(add|sub|umax|umin|smax|smin|or|and|xor|swap|inc|add_f32)(_x2)?$")
 _SHARED = re.compile(
@@ -44,7 +45,13 @@ def decode(ins: Instruction, arch: str, machine: Machine) -> Step | None:
         return _scalar_load(ins, machine)
     if ins.name == _TRANSPOSED:
         return _transposed(ins, machine)
-    for pattern, make in ((_COPY, _copy), (_GLOBAL, _vector_access), (_ATOMIC, _atomic), (_SHARED, _shared)):
+    for pattern, make in (
+        (_PRIVATE, _private),
+        (_COPY, _copy),
+        (_GLOBAL, _vector_access),
+        (_ATOMIC, _atomic),
+        (_SHARED, _shared),
+    ):
         found = pattern.match(ins.name)
         if found:
             return make(ins, found, machine)
@@ -127,6 +134,33 @@ def _vector_access(ins: Instruction, found: re.Match[str], machine: Machine) -> 
         machine.memory.store(at, _get(w, register, kind, size), machine.lane_block[w.active])
 
     return load if loads else store
+
+
+def _private(ins: Instruction, found: re.Match[str], machine: Machine) -> Step:
+    """Memory of a lane: where spilled registers wait. Only fixed places are modelled."""
+    ins.only("offset")
+    loads = found[1] == "load"
+    places = ins.operands[1:] if loads else (ins.operands[0], ins.operands[2])
+    if set(places) != {"off"}:
+        raise Unknown(ins.text)
+    register = needs_register(ins.operands[0 if loads else 1], "v")
+    first = ins.number("offset") // 4
+    if ins.number("offset") % 4 or 4 * (first + register.count) > machine.private_bytes:
+        raise Unknown(ins.text)
+
+    def step(w: Waves) -> None:
+        machine.count_memory(w)
+        for n in range(register.count):
+            values, undefined = machine.private[first + n]
+            i = register.index + n
+            if loads:
+                w.set_vector(i, values)
+                w.set_vector_undefined(i, undefined)
+            else:
+                np.copyto(values, w.v[i], where=w.active)
+                np.copyto(undefined, w.vu[i], where=w.active)
+
+    return step
 
 
 def _stored_bits(kind: str, size: int) -> int:

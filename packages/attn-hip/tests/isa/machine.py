@@ -32,7 +32,7 @@ _OTHER_INPUTS = (
     "user_sgpr_dispatch_ptr", "user_sgpr_queue_ptr", "user_sgpr_dispatch_id",
     "user_sgpr_private_segment_size",
     "user_sgpr_kernarg_preload_length", "system_sgpr_workgroup_info", "uses_dynamic_stack",
-    "enable_private_segment", "user_sgpr_private_segment_buffer", "user_sgpr_flat_scratch_init",
+    "user_sgpr_private_segment_buffer", "user_sgpr_flat_scratch_init",
 )  # fmt: skip
 
 
@@ -51,6 +51,7 @@ class Machine:
         self.arch = arch
         self.memory = Memory()
         self.profile: Counts | None = None
+        self.private_bytes = 0
 
     def place(self, waves: Waves, first: int, per_block: int, shared: Shared) -> None:
         """Take up the waves of the blocks from ``first`` on."""
@@ -64,6 +65,8 @@ class Machine:
         self.lane_slot = self.slot[:, None] * ones
         self.lane_wave = (number % per_block)[:, None] * ones
         self.issued = np.zeros(waves.count, np.int64)
+        shape = (self.private_bytes // 4, 2, waves.count, 64)
+        self.private = np.full(shape, 0xFFFFFFFF, np.uint32)  # words of each lane, and their undefined bits
 
     def count_memory(self, w: Waves) -> np.ndarray:
         """Number a vector memory access; returns a ticket per wave."""
@@ -99,6 +102,8 @@ class Program:
         self.listing = listing
         self.machine = Machine(listing.arch)
         self.shared_bytes = int(listing.descriptor["group_segment_fixed_size"])
+        self.machine.private_bytes = int(listing.descriptor.get("private_segment_fixed_size", 0))
+        self.argument_bytes = int(listing.descriptor.get("kernarg_size", 0))
         self._check_inputs()
         starts = {0, *listing.labels.values()}
         for n, ins in enumerate(listing.instructions):
@@ -154,7 +159,9 @@ class Program:
         for found in (
             scalar.decode(ins, self.arch) if ins.name.startswith("s_") and "load" not in ins.name else None,
             lanes.decode(ins, self.arch) if ins.name.startswith("v_") else None,
-            packed.decode(ins, self.arch) if ins.name.startswith(("v_pk", "v_cvt", "v_bitop3")) else None,
+            packed.decode(ins, self.arch)
+            if ins.name.startswith(("v_pk", "v_cvt", "v_bitop3", "v_fma_mix"))
+            else None,
             matrix.decode(ins, self.arch) if ins.name.startswith("v_mfma") else None,
             access.decode(ins, self.arch, machine),
         ):
@@ -194,8 +201,6 @@ class Program:
         for key in _OTHER_INPUTS:
             if d.get(key, "0") != "0":
                 raise Unknown(f"{self.kernel}: {key} {d[key]}")
-        if d.get("private_segment_fixed_size", "0") != "0":
-            raise Unknown(f"{self.kernel}: scratch memory")
 
 
 def _vcc(w: Waves) -> np.ndarray:

@@ -24,6 +24,10 @@ def bf16_float(bits: Array) -> Array:
     return (np.asarray(bits).astype(_U32) << _U32(16)).view(np.float32)
 
 
+def _half_bits(x: Array) -> Array:
+    return np.asarray(x).astype(np.float16).view(np.uint16).astype(_U32)
+
+
 def _flush(x: Array) -> Array:
     """Take denormals for zero, as transcendental instructions do."""
     return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0), x), x).astype(np.float32)
@@ -53,10 +57,12 @@ def permute_bytes(a: Array, b: Array, selector: Array) -> Array:
     out = _U32(0)
     for i in range(4):
         pick = (np.asarray(selector, _U32) >> _U32(8 * i)) & _U32(255)
-        if bool(((pick > 7) & (pick < 12)).any()):
-            raise NotImplementedError("v_perm_b32 that copies a sign")
-        byte = (both >> (np.minimum(pick, 7).astype(_U64) * _U64(8))) & _U64(255)
-        byte = np.where(pick == 12, _U64(0), np.where(pick > 12, _U64(255), byte))
+        at = np.minimum(pick, 7).astype(_U64) * _U64(8)
+        byte = (both >> at) & _U64(255)
+        # 8 to 11: the sign of one of the four halves, eight times.
+        half = ((np.minimum(pick, 11).astype(_U64) & _U64(3)) * _U64(16)) + _U64(15)
+        sign = ((both >> half) & _U64(1)) * _U64(255)
+        byte = np.where(pick < 8, byte, np.where(pick < 12, sign, np.where(pick == 12, _U64(0), _U64(255))))
         out = out | (byte.astype(_U32) << _U32(8 * i))
     return out
 
@@ -236,6 +242,7 @@ TABLE: dict[str, tuple[str, Callable[..., Array]]] = {
     "mul_hi_i32": ("uii", lambda a, b: _wrap(np.asarray(a).astype(_I64) * b >> _I64(32))),
     "bfm_b32": ("uuu", lambda a, b: ((_U32(1) << _shift(a, 32)) - _U32(1)) << _shift(b, 32)),
     "cvt_pk_bf16_f32": ("uff", lambda a, b: bf16_bits(a) | (bf16_bits(b) << _U32(16))),
+    "cvt_pk_f16_f32": ("uff", lambda a, b: _half_bits(a) | (_half_bits(b) << _U32(16))),
     "pack_b32_f16": (
         "uss",
         lambda a, b: np.asarray(a).astype(_U32) | (np.asarray(b).astype(_U32) << _U32(16)),

@@ -82,10 +82,10 @@ def constant(text: str, type_: str) -> np.generic | None:
     if not _INTEGER.match(text):
         return None
     value = int(text, 0)
-    if wide and "0x" in text and not 0 <= value < 1 << 31:
-        raise Unknown(f"constant {text} of 64 bits")
     if type_ == "F" and "0x" in text:
         value <<= 32  # a literal is the upper half of a double
+    elif wide and "0x" in text and not 0 <= value < 1 << 31:
+        raise Unknown(f"constant {text} of 64 bits")
     return carrier(value & (0xFFFFFFFFFFFFFFFF if wide else 0xFFFFFFFF))
 
 

@@ -23,7 +23,46 @@ def decode(ins: Instruction, arch: str) -> Step | None:
     return _fp8(ins, arch) if "fp8" in ins.name else _packed(ins)
 
 
+def _mixed(ins: Instruction) -> Step:
+    """v_fma_mix: each operand is a float, or one half of a register; the result a float or one half."""
+    ins.only("op_sel", "op_sel_hi")
+    halved, which = ins.bits("op_sel_hi", 0, 3), ins.bits("op_sel", 0, 3)
+    target = needs_register(ins.operands[0], "v").index
+    sources = [source(text, "u" if halved[n] else "f") for n, text in enumerate(ins.operands[1:])]
+    if any(halved[n] and not s.keys for n, s in enumerate(sources)):
+        raise Unknown(ins.text)
+
+    def reader(n: int) -> Callable[[Waves], np.ndarray]:
+        read, shift = sources[n].read, np.uint32(16 * which[n])
+        if not halved[n]:
+            return view(read, "f")
+        return lambda w: (read(w) >> shift).astype(np.uint16).view(np.float16).astype(np.float32)
+
+    a, b, c = (reader(n) for n in range(3))
+    if ins.name == "v_fma_mix_f32":
+        return lanewise(target, False, sources, lambda w: _fma(a(w), b(w), c(w)).view(np.uint32))
+    shift = np.uint32(16 if "mixhi" in ins.name else 0)
+    keep = np.uint32(0xFFFF if shift else 0xFFFF0000)
+    fresh = np.uint32(~keep & 0xFFFFFFFF)
+    old = Source(lambda w: w.v[target], lambda w: w.vu[target] & keep, (target,))
+
+    def compute(w: Waves) -> np.ndarray:
+        half = _fma(a(w), b(w), c(w)).astype(np.float16).view(np.uint16).astype(np.uint32)
+        return (w.v[target] & keep) | (half << shift)
+
+    return lanewise(
+        target, False, [*sources, old], compute,
+        lambda v, u: (poison([np.asarray(x) for x in u[:3]]) & fresh) | u[3],
+    )  # fmt: skip
+
+
+def _fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    return np.asarray(a.astype(np.float64) * b + c).astype(np.float32)
+
+
 def _packed(ins: Instruction) -> Step | None:
+    if ins.name.startswith("v_fma_mix"):
+        return _mixed(ins)
     if ins.name == "v_bitop3_b32":
         ins.only("bitop3")
         table = ins.number("bitop3")
@@ -33,6 +72,8 @@ def _packed(ins: Instruction) -> Step | None:
             needs_register(ins.operands[0], "v").index, False, sources,
             lambda w: bit_op3(np.asarray(a(w)), np.asarray(b(w)), np.asarray(c(w)), table),
         )  # fmt: skip
+    if ins.name in _HALVES:
+        return _packed_halves(ins, _HALVES[ins.name])
     name = {
         "v_pk_mul_f32": "mul_f32",
         "v_pk_add_f32": "add_f32",
@@ -73,6 +114,52 @@ def _packed_pair(ins: Instruction, signature: str, function: Callable[..., np.nd
                 w.set_vector_undefined(target + i, undefined[i])
 
     return step
+
+
+def _packed_halves(ins: Instruction, function: Callable[..., np.ndarray]) -> Step:
+    """Two results of 16 bits, each from a chosen half of every operand."""
+    ins.only("op_sel", "op_sel_hi", "neg_lo", "neg_hi")
+    count = len(ins.operands) - 1
+    made = []
+    sources = [source(text, "u" if text.startswith("0x") else "h") for text in ins.operands[1:]]
+    for option, default, sign in (("op_sel", 0, "neg_lo"), ("op_sel_hi", 1, "neg_hi")):
+        which, negated = ins.bits(option, default, count), ins.bits(sign, 0, count)
+        for n, text in enumerate(ins.operands[1:]):
+            if which[n] and not sources[n].keys and not text.startswith("0x") and _in_doubt(text):
+                raise Unknown(f"upper half of {text}")
+        made.append(_halves_of(sources, which, negated))
+
+    def compute(w: Waves) -> np.ndarray:
+        low, high = (
+            np.asarray(function(*(read(w) for read in reads)))
+            .astype(np.float16)
+            .view(np.uint16)
+            .astype(np.uint32)
+            for reads in made
+        )
+        return low | (high << np.uint32(16))
+
+    return lanewise(needs_register(ins.operands[0], "v").index, False, sources, compute)
+
+
+def _halves_of(
+    sources: list[Source], which: tuple[int, ...], negated: tuple[int, ...]
+) -> list[Callable[[Waves], np.ndarray]]:
+    def one(read: Callable[[Waves], np.ndarray], half: int, negate: int) -> Callable[[Waves], np.ndarray]:
+        shift, sign = np.uint32(16 * half), np.uint16(0x8000 * negate)
+        return lambda w: ((read(w) >> shift).astype(np.uint16) ^ sign).view(np.float16)
+
+    return [one(s.read, which[n], negated[n]) for n, s in enumerate(sources)]
+
+
+def _fma16(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    return a.astype(np.float64) * b + c
+
+
+_HALVES: dict[str, Callable[..., np.ndarray]] = {
+    "v_pk_mul_f16": np.multiply, "v_pk_add_f16": np.add, "v_pk_fma_f16": _fma16, "v_pk_max_f16": np.fmax,
+    "v_pk_min_f16": np.fmin,
+}  # fmt: skip
 
 
 def _half(text: str, half: int, negated: bool) -> Source:

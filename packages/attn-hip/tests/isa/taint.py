@@ -33,13 +33,14 @@ def _and(a: Array, b: Array, ua: Array, ub: Array) -> Array:
     return (ua & ub) | (ua & b) | (ub & a)
 
 
-def _constant_bytes(selector: Array) -> Array:
-    """Turn byte selectors that mean a constant into 12, which gives 0: a constant is defined."""
-    out = np.uint32(0)
+def _permuted(v: list[Array], u: list[Array]) -> Array:
+    """A selector below 12 picks bytes or signs, which are as undefined as what they come from."""
+    selector = np.asarray(v[2], np.uint32)
+    constant = np.uint32(0)
     for i in range(4):
-        byte = (np.asarray(selector, np.uint32) >> np.uint32(8 * i)) & np.uint32(255)
-        out = out | (np.minimum(byte, np.uint32(12)) << np.uint32(8 * i))
-    return out
+        byte = (selector >> np.uint32(8 * i)) & np.uint32(255)
+        constant = constant | (np.minimum(byte, np.uint32(12)) << np.uint32(8 * i))
+    return spread(u[2]) | TABLE["perm_b32"][1](u[0], u[1], constant)
 
 
 def _wide(u: Array) -> Array:
@@ -65,7 +66,7 @@ RULES: dict[str, Rule] = {
     "or3_b32": lambda v, u: u[0] | u[1] | u[2],
     "and_or_b32": lambda v, u: _and(v[0], v[1], u[0], u[1]) | u[2],
     "bfi_b32": lambda v, u: u[0] | (v[0] & u[1]) | (~v[0] & u[2]),
-    "perm_b32": lambda v, u: spread(u[2]) | TABLE["perm_b32"][1](u[0], u[1], _constant_bytes(v[2])),
+    "perm_b32": _permuted,
     "lshlrev_b32": lambda v, u: spread(u[0]) | (u[1] << (v[0] & np.uint32(31))),
     "lshrrev_b32": lambda v, u: spread(u[0]) | (u[1] >> (v[0] & np.uint32(31))),
     "lshlrev_b64": lambda v, u: _wide(u[0]) | (u[1] << (v[0] & np.uint32(63)).astype(np.uint64)),

@@ -111,6 +111,9 @@ def one_place(check: FilePath | None, write: FilePath | None) -> FilePath:
 def pages(what: Described) -> Pages:
     """Return the pages by file name.
 
+    A backend may bring more in an attribute ``pages``: file name to title and a function that returns the
+    paragraphs.
+
     Raises:
         TypeError: A backend's ``codes`` or ``thresholds`` are something else.
     """
@@ -119,7 +122,11 @@ def pages(what: Described) -> Pages:
         ("Reason codes", _reasons(what.registry)),
         ("Routing thresholds", _thresholds(what.registry.backends)),
     )
-    return {name: _page(what, *body) for name, body in zip(_PAGES, bodies, strict=True)}
+    made = {name: _page(what, *body) for name, body in zip(_PAGES, bodies, strict=True)}
+    for backend in what.registry.backends:
+        for name, (title, parts) in getattr(backend, "pages", {}).items():
+            made[name] = _page(what, title, parts())
+    return made
 
 
 def write(pages: Pages, place: FilePath) -> list[FilePath]:
