@@ -78,7 +78,8 @@ def resource_row(variant: Variant, arch: str, compiler: str) -> dict[str, Any]:
     r = resources(variant, arch, compiler)
     return {
         "variant": variant.name, "arch": arch, "compiler": compiler, "vgpr": r.vgpr, "agpr": r.agpr,
-        "sgpr": r.sgpr, "lds": r.lds + variant.lds,
+        "sgpr": r.sgpr, "lds": r.lds + variant.lds, "scratch": r.scratch, "vgpr_spills": r.vgpr_spills,
+        "sgpr_spills": r.sgpr_spills,
         "waves": waves_per_simd(arch, r.vgpr, r.lds + variant.lds, variant.threads),
     }  # fmt: skip
 

@@ -18,7 +18,9 @@ BY_DEFAULT = ("gfx942", LLVM19)
 
 
 def _marks(case: Case, arch: str, compiler: str) -> list[Any]:
-    return [] if case.core and (arch, compiler) == BY_DEFAULT else [pytest.mark.amd]
+    """A worker compiles each kernel once, so a target's cases stay with one."""
+    group = pytest.mark.xdist_group(f"{arch}-{compiler}")
+    return [group] if case.core and (arch, compiler) == BY_DEFAULT else [group, pytest.mark.amd]
 
 
 def _matrix(cases: tuple[Case, ...]) -> list[Any]:

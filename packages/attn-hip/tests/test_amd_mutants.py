@@ -14,7 +14,7 @@ from .attention import CASES, attend, close, expected, inputs
 from .device import CSRC, LLVM19, Device
 from .isa import OutOfBounds, Race
 
-pytestmark = pytest.mark.amd
+pytestmark = [pytest.mark.amd, pytest.mark.xdist_group("mutants")]
 BY_NAME = {case.name: case for case in CASES}
 
 

@@ -50,9 +50,21 @@ def page() -> list[str]:
         "## Registers and shared memory",
         "`waves` is how many waves one SIMD holds at once, by vector registers and shared memory.",
         _table(
-            ("kernel", "arch", "compiler", "vgpr", "of them agpr", "sgpr", "lds bytes", "waves"),
             (
-                [r[k] for k in ("variant", "arch", "compiler", "vgpr", "agpr", "sgpr", "lds", "waves")]
+                "kernel",
+                "arch",
+                "compiler",
+                "vgpr",
+                "of them agpr",
+                "sgpr",
+                "lds bytes",
+                "scratch",
+                "spills",
+                "waves",
+            ),
+            (
+                [r[k] for k in ("variant", "arch", "compiler", "vgpr", "agpr", "sgpr", "lds", "scratch")]
+                + [r["vgpr_spills"] + r["sgpr_spills"], r["waves"]]
                 for r in budget["resources"]
             ),
         ),
