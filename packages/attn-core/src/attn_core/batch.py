@@ -44,7 +44,7 @@ class BatchShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HostBatch:
-    """Checked index arrays: int32, on the CPU, owned by nobody else after plan() has read them.
+    """Checked index arrays: int32, contiguous, on the CPU, owned by nobody else after plan() has read them.
 
     Attributes:
         shape: The integers.
@@ -100,7 +100,7 @@ def paged_batch(
         ValueError: A length, an order or a range does not hold; names position and both numbers.
     """
     named = {"kv_indptr": kv_indptr, "kv_last_page_len": kv_last_page_len}
-    if isinstance(qo, torch.Tensor):
+    if not isinstance(qo, int):
         named["qo_indptr"] = qo
     if seq_lens is not None:
         named["seq_lens"] = flat(seq_lens)
@@ -118,7 +118,7 @@ def paged_batch(
     kv_len = _kv_len(pages, min_pages, last, page_size)
     if seq_lens is not None:
         _check_seq_lens(host["seq_lens"], kv_len)
-    q = host["qo_indptr"] if isinstance(qo, torch.Tensor) else qo
+    q = qo if isinstance(qo, int) else host["qo_indptr"]
     return _assemble(q, indptr, kv_len, total_pages, indices, last, max_page_id)
 
 
@@ -170,7 +170,8 @@ def to_host(named: Mapping[str, torch.Tensor], device: torch.device = CPU) -> di
     for name, tensor in named.items():
         _check_index(name, tensor, device)
         if tensor.device.type == "cpu":
-            out[name] = tensor if tensor.dtype is torch.int32 else _narrow(name, tensor)
+            # Backends hand addresses of these to native code, which knows no strides.
+            out[name] = tensor.contiguous() if tensor.dtype is torch.int32 else _narrow(name, tensor)
         else:
             away.append(name)
     if away:

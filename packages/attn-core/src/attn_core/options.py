@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Hashable
 from functools import lru_cache
@@ -123,10 +124,25 @@ def make_problem(
         # Not left to the problem: a kept one is found by ==, and 8.0 equals 8.
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(needs(name, "an int", type(value).__name__, "core.heads"))
-    return _make_problem(op, heads, head_dims, *rest)
+    try:
+        return _make_problem(op, heads, head_dims, *rest)
+    except TypeError as err:
+        raise _told(err, rest) from None
 
 
 _INTEGERS = ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")
+
+
+def _told(err: TypeError, rest: tuple[object, ...]) -> TypeError:
+    """Return the error, or where a value cannot be looked up (a list) one that names the argument."""
+    names = list(inspect.signature(_make_problem).parameters)[3:]
+    for name, value in zip(names, rest, strict=True):
+        try:
+            hash(value)
+        except TypeError:
+            want = "a number, a string or a dtype"
+            return TypeError(needs(name, want, type(value).__name__, "core.arguments"))
+    return err
 
 
 @lru_cache(maxsize=1024, typed=True)
@@ -134,9 +150,9 @@ def _make_problem(
     op: Op,
     heads: tuple[int, int],
     head_dims: tuple[int, int],
-    q_dtype: Dtype,
-    kv_dtype: Dtype,
-    o_dtype: Dtype | None,
+    q_data_type: Dtype,
+    kv_data_type: Dtype,
+    o_data_type: Dtype | None,
     kv: PagedKV | RaggedKV,
     mask: MaskMode,
     pos_encoding_mode: str,
@@ -150,7 +166,7 @@ def _make_problem(
     fixed_split_size: int | None,
     disable_split_kv: bool,
 ) -> AttentionProblem:
-    q = as_dtype("q_data_type", q_dtype)
+    q = as_dtype("q_data_type", q_data_type)
     if isinstance(window_left, bool) or not isinstance(window_left, int):
         raise TypeError(needs("window_left", "an int", type(window_left).__name__, "core.window"))
     scale = number("rope_scale", rope_scale, 1.0)
@@ -164,8 +180,8 @@ def _make_problem(
         head_dim_qk=head_dims[0],
         head_dim_vo=head_dims[1],
         q_dtype=q,
-        kv_dtype=as_dtype("kv_data_type", kv_dtype),
-        o_dtype=q if o_dtype is None else as_dtype("o_data_type", o_dtype),
+        kv_dtype=as_dtype("kv_data_type", kv_data_type),
+        o_dtype=q if o_data_type is None else as_dtype("o_data_type", o_data_type),
         kv=kv,
         mask=mask,
         pos_encoding=as_pos_encoding(pos_encoding_mode),

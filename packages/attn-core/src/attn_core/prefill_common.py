@@ -28,6 +28,7 @@ def check_lengths(
     """Check what a caller states beside the metadata.
 
     Raises:
+        TypeError: It is of the wrong type.
         ValueError: It contradicts the metadata.
     """
     shape = batch.shape
@@ -35,6 +36,8 @@ def check_lengths(
         ("max_token_per_sequence", max_token_per_sequence, shape.max_q_len),
         ("max_sequence_kv", max_sequence_kv, shape.max_kv_len),
     ):
+        if stated is not None and (isinstance(stated, bool) or not isinstance(stated, int)):
+            raise TypeError(needs(name, "an int", type(stated).__name__, "core.max-length"))
         if stated is not None and stated < actual:
             raise ValueError(
                 needs(name, f"at least {actual}, the longest request", stated, "core.max-length")

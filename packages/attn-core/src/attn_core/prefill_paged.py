@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .arguments import MaskBits, check_workspace, mask_bits, refuse, split_size
-from .batch import HostBatch, paged_batch
+from .batch import HostBatch, paged_batch, size_of
 from .cache_view import CacheView, unpack
 from .errors import needs
 from .graph_buffers import paged_buffers
@@ -176,6 +176,7 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
             a["pos_encoding_mode"], a["window_left"], a["logits_soft_cap"], a["sm_scale"], a["rope_scale"],
             a["rope_theta"], a["needs_lse"], True, split_size(a["fixed_split_size"]), a["disable_split_kv"],
         )  # fmt: skip
+        size_of("qo_indptr", a["qo_indptr"])  # not a number of rows, which paged_batch() takes too
         batch = paged_batch(
             a["qo_indptr"], a["paged_kv_indptr"], a["paged_kv_indices"], a["paged_kv_last_page_len"],
             a["page_size"], device=self.device, seq_lens=a["seq_lens"],

@@ -146,8 +146,9 @@ def put(view: torch.Tensor, at: object, data: torch.Tensor) -> None:
 
 def as_bytes(t: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor's elements as bytes, for a comparison in which NaN equals NaN."""
-    flat = t.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8).clone() if flat.numel() else torch.zeros(0, dtype=torch.uint8)
+    # A copy, since a lone element counts as contiguous whatever its stride.
+    flat = t.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+    return flat.view(torch.uint8) if flat.numel() else torch.zeros(0, dtype=torch.uint8)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -23,6 +23,10 @@ ROPE_ROUNDING = 2
 """It may also round what it has rotated to a 16-bit query's type, as it was rounded when it was given."""
 
 
+ALIBI_FLOOR = 1e-4
+"""A far key's bias is in the hundreds, where float32 has steps of 6e-5."""
+
+
 def declared(path: Path) -> dict[torch.dtype, float]:
     """Return a path's own tolerances, by query type. The report prints them: they are never silent."""
     stated = getattr(path, "tolerance", None)
@@ -40,6 +44,8 @@ def tolerance_of(case: Case) -> float:
     written = DEFAULTS.get(p.o_dtype, FP8_DEFAULT)
     if p.pos_encoding is PosEncoding.ROPE_LLAMA:
         base = max(base * (ROPE_ROUNDING if p.q_dtype.itemsize == 2 else 1), ROPE_FLOOR)
+    if p.pos_encoding is PosEncoding.ALIBI:
+        base = max(base, ALIBI_FLOOR)
     return max(base, written)
 
 
