@@ -16,7 +16,13 @@ PAGES = sorted(
         *ROOT.glob("examples/**/*.md"),
     ]
 )
-RUN_HERE = ["README.md", "docs/plan-run.md", "docs/graphs.md", "docs/torch-compile.md"]
+RUN_HERE = [
+    "README.md",
+    "docs/plan-run.md",
+    "docs/graphs.md",
+    "docs/torch-compile.md",
+    "docs/from-flashinfer.md",
+]
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)[^)]*\)")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -106,14 +106,17 @@ class Planner:
             self._publish(*self._compute(problem, batch, mask, q_len_per_req), undo)
             self._lock.release()
         except BaseException:
-            if undo.armed:
-                for place, was in undo.bytes:
-                    place.copy_(was)
-                self._arena = undo.arena
-                self._state = undo.was
+            self._take_back(undo)
             with suppress(RuntimeError):  # raised where the lock is not held by this thread
                 self._lock.release()
             raise
+
+    def _take_back(self, undo: _Undo) -> None:
+        if undo.armed:
+            for place, was in undo.bytes:
+                place.copy_(was)
+            self._arena = undo.arena
+            self._state = undo.was
 
     def _publish(self, new: PlanState, arena: GraphArena | None, copies: list[Copy], undo: _Undo) -> None:
         """Change the wrapper: the copies of a graph plan, then one assignment."""
@@ -271,6 +274,29 @@ class Planner:
         finally:
             if self._state is mine:
                 self._state = old
+
+
+def plan_all(asked: Sequence[tuple[Planner, AttentionProblem, HostBatch]]) -> None:
+    """Plan several planners, all or none: every one is computed before the first changes.
+
+    Raises:
+        ValueError: As for the first plan that does not fit; nothing has changed.
+    """
+    undos = [(planner, _Undo()) for planner, _, _ in asked]
+    try:
+        for planner, _ in undos:
+            planner._lock.acquire()
+        made = [planner._compute(problem, batch, None, None) for planner, problem, batch in asked]
+        for (planner, undo), new in zip(undos, made, strict=True):
+            planner._publish(*new, undo)
+        for planner, _ in undos:
+            planner._lock.release()
+    except BaseException:
+        for planner, undo in reversed(undos):
+            planner._take_back(undo)
+            with suppress(RuntimeError):
+                planner._lock.release()
+        raise
 
 
 def check_bytes(buffer: torch.Tensor, wanted: int) -> None:

@@ -241,6 +241,35 @@ def reasons(json: _Json = False) -> None:
 
 
 @app.command()
+def fuzz(
+    backend: Annotated[
+        list[str] | None,
+        typer.Option("--backend", metavar="NAME", help="A backend to test; repeatable. (all that can run)"),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option("--seconds", metavar="S", min=0, help="How long, per backend.")
+    ] = 60.0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of all sessions.")] = 0,
+    session: Annotated[
+        int | None, typer.Option("--session", metavar="N", help="Run this one again, with a traceback.")
+    ] = None,
+    json: _Json = False,
+) -> None:
+    """Make random right and wrong calls to backends here, and check every answer.
+
+    Right calls are compared with float64 attention. Wrong ones must be refused with a code, and the plan
+    before them must still give the same bits. Exits 1 when anything is wrong.
+    """
+    from . import fuzz as run
+
+    with refusing("fuzz"):
+        found = run.fuzz(tuple(backend or ()), seconds, seed, session, None if json else typer.echo)
+    if json:
+        say_json(found)
+    raise typer.Exit(1 if any(one["failures"] for one in found["backends"]) else 0)
+
+
+@app.command()
 def docs(
     check: Annotated[
         Path | None,

@@ -80,9 +80,7 @@ def _kv_len(rng: Random, page: int) -> int:
     return rng.choice((0, 1, 2, near, near, rng.randint(1, 40), rng.randint(1, 300), rng.randint(1, 1200)))
 
 
-def _case(
-    backend: Backend, path: Path, target: DeviceTarget, op: Op, rng: Random, name: str
-) -> Case | None:
+def _case(backend: Backend, path: Path, target: DeviceTarget, op: Op, rng: Random, name: str) -> Case | None:
     axes = ax.axes_of(path, op)
     if not all(axes.values()):
         return None

@@ -30,7 +30,7 @@ from .checks.run import check
 from .draw import draw, draw_lengths
 from .drive import GARBAGE, Wrapper, make_wrapper, only, plan_direct, run_public, scale_options
 from .kit import CPU, Failure
-from .memory import as_bytes, lay_out, same_bits, workspace_of
+from .memory import lay_out, same_bits, workspace_of
 from .world import World, world_of
 
 REFUSALS = (ValueError, TypeError, NotImplementedError)
@@ -192,9 +192,7 @@ def _compare(case: Case, world: World, out: torch.Tensor, lse: torch.Tensor | No
     check(case, world.scales, want, out, lse, "the public entry point")
 
 
-def _outputs(
-    case: Case, run: dict[str, Any], wrapper: Wrapper
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _outputs(case: Case, run: dict[str, Any], wrapper: Wrapper) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run, into new outputs full of NaN where the case gives any; returns copies."""
     p, given = case.problem, dict(run)
     shape = (sum(case.lengths.q_len), p.num_qo_heads, p.head_dim_vo)

@@ -204,7 +204,8 @@ PLAN: dict[str, Misuse] = {
     "q_dtype:name": _anywhere(q_data_type="float15"), "q_dtype:int": _anywhere(q_data_type=torch.int32),
     "q_dtype:type": _anywhere(q_data_type=16), "q_dtype:none": _prefill(q_data_type=None),
     "kv_dtype:int8": _anywhere(kv_data_type=torch.int8), "kv_dtype:type": _anywhere(kv_data_type=float),
-    "o_dtype:bool": _anywhere(o_data_type=torch.bool), "o_dtype:name": _anywhere(o_data_type="half precision"),
+    "o_dtype:bool": _anywhere(o_data_type=torch.bool),
+    "o_dtype:name": _anywhere(o_data_type="half precision"),
     "split:float": _anywhere(fixed_split_size=1.5), "split:bool": _anywhere(fixed_split_size=True),
     "q_len:0": _decode(q_len_per_req=0), "q_len:-1": _decode(q_len_per_req=-1),
     "q_len:float": _decode(q_len_per_req=2.0), "q_len:none": _decode(q_len_per_req=None), "q_len:kv": _drafts,
@@ -262,6 +263,13 @@ def _other_float(t: torch.Tensor) -> torch.Tensor:
     return t.to(torch.bfloat16 if t.dtype is torch.float16 else torch.float16)
 
 
+def _one_more(t: torch.Tensor) -> torch.Tensor:
+    return torch.cat([t, t.new_zeros(1, *t.shape[1:])])
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def _form(cache: object) -> Misuse:
     return lambda case, right: {"paged_kv_cache": cache} if "paged_kv_cache" in right else None
 
@@ -278,21 +286,22 @@ def _out(name: str, change: Callable[[torch.Tensor], object]) -> Misuse:
     return misuse
 
 
-
 def _planned_window(case: Case, right: Arguments) -> Arguments | None:
     return {"window_left": case.problem.window_left + 1} if case.problem.op.paged else None
 
 
 RUN: dict[str, Misuse] = {
-    "q:dtype": _tensor("q", _other_float), "q:float64": _tensor("q", lambda t: t.double()),
-    "q:int": _tensor("q", lambda t: t.int()), "q:rows": _tensor("q", lambda t: torch.cat([t, t[:1], t[:1]]) if t.shape[0] else t.new_zeros(1, *t.shape[1:])),
+    "q:dtype": _tensor("q", _other_float),
+    "q:float64": _tensor("q", lambda t: None if t.dtype is torch.float64 else t.double()),
+    "q:int": _tensor("q", lambda t: t.int()), "q:rows": _tensor("q", _one_more),
     "q:fewer": _tensor("q", lambda t: t[:-1] if t.shape[0] else t[None]),
-    "q:heads": _tensor("q", lambda t: torch.cat([t, t], 1)), "q:dim": _tensor("q", lambda t: torch.cat([t, t], 2)),
+    "q:heads": _tensor("q", lambda t: torch.cat([t, t], 1)),
+    "q:dim": _tensor("q", lambda t: torch.cat([t, t], 2)),
     "q:2-D": _tensor("q", lambda t: t.flatten(1)), "q:4-D": _tensor("q", lambda t: t[None]),
     "q:list": _tensor("q", lambda t: []), "q:none": _tensor("q", lambda t: None),
     "q:meta": _tensor("q", lambda t: t.to("meta")),
     "k:dtype": _cache(_other_float, 0), "v:dtype": _cache(_other_float, 1),
-    "k:bytes": _cache(lambda t: t.view(torch.uint8) if t.dtype.itemsize == 1 else t.view(torch.int16) if t.dtype.itemsize == 2 else t.view(torch.int32), 0),
+    "k:bytes": _cache(lambda t: t.view(_INTEGERS[t.dtype.itemsize]), 0),
     "k:heads": _more_heads(0), "v:heads": _more_heads(1),
     "k:dim": _cache(lambda t: torch.cat([t, t], -1), 0), "v:dim": _cache(lambda t: torch.cat([t, t], -1), 1),
     "k:rows": _rowless(lambda t: t[:1] if t.ndim == 4 else t[:0, :0], 0),
@@ -302,7 +311,7 @@ RUN: dict[str, Misuse] = {
     "k:none": _cache(lambda t: None, 0), "v:list": _cache(lambda t: t.tolist(), 1),
     "cache:list": _form([1, 2]), "cache:none": _form(None), "cache:1-tuple": _form((torch.zeros(1),)),
     "cache:3-D": _form(torch.zeros(2, 2, 2)), "cache:6-D": _form(torch.zeros(1, 2, 1, 1, 1, 1)),
-    "out:dtype": _out("out", lambda t: t.to(torch.float64)), "out:rows": _out("out", lambda t: torch.cat([t, t, t.new_zeros(1, *t.shape[1:])])),
+    "out:dtype": _out("out", _other_float), "out:rows": _out("out", _one_more),
     "out:dim": _out("out", lambda t: torch.cat([t, t], 2)), "out:flat": _out("out", lambda t: t.flatten(1)),
     "out:list": _out("out", lambda t: t.tolist()), "out:meta": _out("out", lambda t: t.to("meta")),
     "lse:dtype": _out("lse", lambda t: t.half()), "lse:shape": _out("lse", lambda t: torch.cat([t, t], 1)),
@@ -311,6 +320,7 @@ RUN: dict[str, Misuse] = {
     "scale:bool": _anywhere(q_scale=True), "scale:list": _anywhere(k_scale=[1.0]),
     "scale:meta": _anywhere(v_scale=torch.ones(1, device="meta")),
     "window": _planned_window, "sinks": _paged(sinks=torch.zeros(4)),
-    "kv_cache_sf": _anywhere(kv_cache_sf=(torch.zeros(1), torch.zeros(1))), "unknown": _anywhere(frobnicate=1),
+    "kv_cache_sf": _anywhere(kv_cache_sf=(torch.zeros(1), torch.zeros(1))),
+    "unknown": _anywhere(frobnicate=1),
 }  # fmt: skip
 """Wrong runs."""
