@@ -10,13 +10,12 @@ from attn_core.testing.mini import Mini
 from .cli_kit import attn
 
 
-class Wrong(Mini):
-    """Adds one to every output."""
-
-    name = "wrong"
-
-    def store(self, io, rows, out, lse):
-        super().store(io, rows, out + 1, lse)
+def wrong():
+    """A backend that adds one to every output."""
+    backend = Mini()
+    backend.name = "wrong"
+    backend.store = lambda io, rows, out, lse: Mini.store(backend, io, rows, out + 1, lse)
+    return backend
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +35,7 @@ def test_every_backend_that_can_run_is_tested(use):
 
 
 def test_a_failure_is_told_with_its_number_and_the_exit_code_is_1(use):
-    use(Wrong())
+    use(wrong())
     found = json.loads(attn("fuzz", "--backend", "wrong", "--seconds", "2", "--json").stdout)
     failures = found["backends"][0]["failures"]
     assert failures

@@ -35,20 +35,18 @@ def test_a_number_and_a_seed_make_the_same_session_again():
     assert first != str(fuzz.session_case(ReferenceBackend(), CPU, 4, 14))
 
 
-class OffByOne(Mini):
-    """Drops the last key of requests with more than forty."""
+def test_a_wrong_number_is_found(monkeypatch):
+    """A backend that drops the last key of requests with more than forty."""
+    right, backend = Mini.hidden, Mini()
 
-    name = "off-by-one"
-
-    def hidden(self, p, n, q_len, kv_len, image):
-        found = super().hidden(p, n, q_len, kv_len, image)
+    def hidden(p, n, q_len, kv_len, image):
+        found = right(backend, p, n, q_len, kv_len, image)
         if kv_len > 40:
             found[:, -1] = True
         return found
 
-
-def test_a_wrong_number_is_found():
-    failure = next(fuzz.sessions(OffByOne(), seed=0, count=60))
+    monkeypatch.setattr(backend, "hidden", hidden)
+    failure = next(fuzz.sessions(backend, seed=0, count=60))
     assert "differ" in str(failure.error)
     assert "session" in failure.case
 
