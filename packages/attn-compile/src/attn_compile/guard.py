@@ -1,7 +1,7 @@
-"""Placement guard: no operator of the table ever writes where the program did not say.
+"""Placement guard: no operator of the table reads or writes where the program did not say.
 
-While Inductor lowers one of our operators, the guard compares where Inductor put each argument that is
-declared written with what the traced program says. It changes no generated code and nothing outside our own
+While Inductor lowers one of our operators, the guard compares where Inductor put each tensor argument with
+what the traced program says. It changes no generated code and nothing outside our own
 operators: it passes, warns (a copy of the whole argument), or raises :class:`MisplacedArgument`.
 """
 
@@ -44,43 +44,46 @@ def state() -> str:
 
 
 def install(op: Any, row: OpRow) -> None:
-    """Register the guarding lowering of an operator that writes."""
+    """Register the guarding lowering of an operator."""
     global _fault
-    places = {at: row.args[at].name for at in written(row)}
-    if not places or state() == "off":
+    if state() != "on":
         return
     try:
-        _install(op, row.base, places)
-    except Exception as err:  # private parts of another torch; without the guard compiling is refused
+        _install(op, row)
+    except Exception as err:  # private parts of another torch
         _fault = f"failed: {type(err).__name__}: {' '.join(str(err).split())}"
+        text = needs("attn-compile", "a torch whose lowerings it can guard", _fault, "compile.no-guard")
+        warnings.warn(f"{text}; compiled results are not checked", stacklevel=2)
 
 
-def _install(op: Any, base: str, places: dict[int, str]) -> None:
+def _install(op: Any, row: OpRow) -> None:
     from torch._inductor import lowering
     from torch._inductor.virtualized import V
 
     fallback = lowering.fallback_handler(op, add_to_fallback_set=False)  # type: ignore[no-untyped-call]
 
+    writes = written(row)
+
     def lower(*args: Any, **kwargs: Any) -> Any:
         node = V.graph.current_node
-        for at, name in places.items():
-            fx = node.args[at] if at < len(node.args) else None
+        for at, fx in enumerate(node.args):
             if isinstance(fx, torch.fx.Node) and isinstance(fx.meta.get("val"), torch.Tensor):
                 stats["checked"] += 1
-                _check(f"{base}.{name}", fx, args[at])
+                _check(f"{row.base}.{row.args[at].name}", fx, args[at], at in writes)
         return fallback(*args, **kwargs)
 
     lowering.register_lowering(op, type_promotion_kind=None)(lower)
 
 
-def _check(what: str, fx: torch.fx.Node, placed: Any) -> None:
-    """Compare one written argument's place in the traced program with its place in Inductor's."""
+def _check(what: str, fx: torch.fx.Node, placed: Any, writes: bool) -> None:
+    """Compare one argument's place in the traced program with its place in Inductor's."""
     source, dtype_view = _source(fx)
-    if source.op in ("placeholder", "get_attr"):
-        if source.op == "placeholder":
-            _check_input(what, fx, source, dtype_view, placed)
+    if source.op == "placeholder":
+        _check_input(what, fx, source, dtype_view, placed, writes)
+    elif source.op == "get_attr":
+        return
     elif source.target is torch.ops.aten.clone.default:
-        _check_copy(what, fx, dtype_view)
+        _check_copy(what, fx, source, writes, dtype_view)
     elif source is not fx:
         _check_derived(what, source, dtype_view)
 
@@ -105,7 +108,9 @@ def _is_view(node: torch.fx.Node) -> bool:
     return alias is not None and not alias.is_write and isinstance(node.args[0], torch.fx.Node)
 
 
-def _check_input(what: str, fx: torch.fx.Node, source: torch.fx.Node, dtype_view: bool, placed: Any) -> None:
+def _check_input(
+    what: str, fx: torch.fx.Node, source: torch.fx.Node, dtype_view: bool, placed: Any, writes: bool
+) -> None:
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
@@ -118,6 +123,8 @@ def _check_input(what: str, fx: torch.fx.Node, source: torch.fx.Node, dtype_view
             raise _misplaced(what, want, "a dtype view made in the graph, whose offset torch counts twice")
         return
     if storage is None or layout is None or storage.get_name() != source.target:
+        if not writes:
+            return  # a copy that Inductor made, for its strides say
         got = "a buffer of its own" if storage is None else str(storage.get_name())
         raise _misplaced(what, f"the memory of graph input {source.target}", got)
     want_at = _simple(_expr(fx.meta["val"].storage_offset()) - _expr(base.storage_offset()))
@@ -126,7 +133,14 @@ def _check_input(what: str, fx: torch.fx.Node, source: torch.fx.Node, dtype_view
         raise _misplaced(what, f"element {want_at} of graph input {source.target}", have_at)
 
 
-def _check_copy(what: str, fx: torch.fx.Node, dtype_view: bool) -> None:
+def _check_copy(what: str, fx: torch.fx.Node, copy: torch.fx.Node, writes: bool, dtype_view: bool) -> None:
+    parent = copy.args[0]
+    assert isinstance(parent, torch.fx.Node)
+    origin, below = _source(parent)
+    if below and origin.op == "placeholder" and _expr(origin.meta["val"].storage_offset()) != 0:
+        raise _misplaced(what, "a view that keeps the dtype", "a copy of a dtype view made in the graph")
+    if not writes:
+        return
     symbolic = not _expr(fx.meta["val"].storage_offset()).is_number
     if dtype_view or (symbolic and not fixups.has_lowering()):
         raise _misplaced(what, "the caller's memory", "a copy that this torch puts at the wrong offset")

@@ -13,6 +13,7 @@ from attn_core.op_table import OpRow
 
 from . import fixups
 from .calls import CALLS, split_scales
+from .plans import PLANS
 from .registry import register
 from .rows import ROWS
 from .schema import clash, fits
@@ -28,7 +29,7 @@ class OpTracer:
         self._sources: dict[str, str] = {}
         self._ops: dict[str, Callable[..., Any]] = {}
         self._calls: dict[str, Callable[..., Any]] = {}
-        self.add(ROWS, OWN)
+        self.add((*ROWS, *PLANS), OWN)
         self._calls.update({name: partial(call, self._ops) for name, call in CALLS.items()})
 
     def add(self, rows: Sequence[OpRow], source: str) -> None:
@@ -62,9 +63,11 @@ class OpTracer:
         return_lse: bool,
         o_dtype: torch.dtype,
         scales: tuple[tracing.Scale, tracing.Scale, tracing.Scale],
+        plan: torch.Tensor | None,
     ) -> tracing.Result:
         """Emit one run. A caller's ``out`` or ``lse`` is filled by ``copy_`` afterwards."""
-        found = self._ops["run"](handle, q, k, v, *split_scales(scales), o_dtype, return_lse)
+        args = (handle, q, k, v, *split_scales(scales), o_dtype, return_lse)
+        found = self._ops["run"](*args) if plan is None else self._ops["run_planned"](plan, *args)
         made, sums = found if return_lse else (found, None)
         result: torch.Tensor = made if out is None else out.copy_(made)
         if sums is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from attn_core import cascade, page, quantization, sampling, single, tracing
 from attn_core.cache_view import CacheView
 from attn_core.op_table import Arg, OpRow, Role
+from attn_core.state import PlanState
 from attn_core.wrapper import AttentionWrapper
 
 Tensor = torch.Tensor
@@ -19,11 +21,12 @@ def const(name: str, kind: str) -> Arg:
     return Arg(name, kind, Role.CONST)
 
 
-def _run(
-    handle: int, q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor | None, k_scale: Tensor | None,
-    v_scale: Tensor | None, q_factor: float, k_factor: float, v_factor: float, o_dtype: torch.dtype,
-    return_lse: bool, out: Tensor, lse: Tensor | None,
+def run_plan(
+    plan: PlanState | None, handle: int, q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor | None,
+    k_scale: Tensor | None, v_scale: Tensor | None, q_factor: float, k_factor: float, v_factor: float,
+    o_dtype: torch.dtype, return_lse: bool, out: Tensor, lse: Tensor | None,
 ) -> None:  # fmt: skip
+    """Run a plan of a wrapper, None for the one in force."""
     wrapper = tracing.wrapper(handle)
     assert isinstance(wrapper, AttentionWrapper)
     wrapper._run(
@@ -31,6 +34,7 @@ def _run(
         q_factor if q_scale is None else q_scale,
         k_factor if k_scale is None else k_scale,
         v_factor if v_scale is None else v_scale,
+        plan,
     )  # fmt: skip
 
 
@@ -55,7 +59,7 @@ RUN = OpRow(
         const("handle", "SymInt"), Arg("q"), Arg("k"), Arg("v"), *_SCALES,
         const("o_dtype", "ScalarType"), const("return_lse", "bool"), *_RESULT,
     ),
-    _run, _run_fresh, into=True,
+    partial(run_plan, None), _run_fresh, into=True,
 )  # fmt: skip
 """One run of a planned wrapper. The cache is read: declaring it written is what makes torch copy it, and, for
 views, lose it."""
@@ -207,7 +211,7 @@ PACK = (
     ),
     OpRow(
         "segment_packbits", (Arg("x"), Arg("indptr"), const("bitorder", "str")),
-        quantization.segment_packbits, _segments, returns=2,
+        quantization.segment_packbits, _segments, returns=2, host=True,
     ),
 )  # fmt: skip
 

@@ -54,8 +54,8 @@ def schema(row: OpRow) -> str:
 
 def tags(row: OpRow) -> tuple[torch.Tag, ...]:
     """Return the torch tags: an operator that reads host memory (a plan) is kept out of CUDA graphs."""
-    planned = any(arg.role is Role.PLAN for arg in row.args)
-    unsafe = (_SKIPS_GRAPHS,) if planned and _SKIPS_GRAPHS is not None else ()
+    host = row.host or any(arg.role is Role.PLAN for arg in row.args)
+    unsafe = (_SKIPS_GRAPHS,) if host and _SKIPS_GRAPHS is not None else ()
     return (torch.Tag.pt2_compliant_tag, *unsafe)
 
 

@@ -7,6 +7,7 @@ from functools import partialmethod
 from typing import Any, Unpack
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from .arguments import refuse, split_size
 from .batch import HostBatch, first_true, paged_batch
@@ -23,6 +24,7 @@ from .options import (
     merge_legacy,
 )
 from .problem import AttentionProblem, MaskMode, Op, PagedKV
+from .traced_plan import trace_plan
 from .wrapper import AttentionWrapper
 
 KVCache = tuple[torch.Tensor, torch.Tensor] | torch.Tensor | CacheView
@@ -152,6 +154,9 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         page_size: int,
         options: DecodeOptions,
     ) -> None:
+        if is_dynamo_compiling():
+            trace_plan(self, (indptr, indices, last_page_len), (*heads, head_dim, page_size), options)
+            return
         problem, batch = self._asked(indptr, indices, last_page_len, heads, head_dim, page_size, options)
         self._plan(problem, batch, q_len_per_req=batch.shape.uniform_q_len)
 

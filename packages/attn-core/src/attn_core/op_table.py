@@ -60,6 +60,7 @@ class OpRow:
             raise for shapes the kernel takes. None for an operator without results.
         returns: Number of tensors the operator returns, apart from ``inout_small`` arguments.
         into: See ``kernel``.
+        host: It reads host memory or waits for the device, so it is kept out of CUDA graphs.
         revision: Raise it when the meaning changes and the declaration does not.
     """
 
@@ -69,4 +70,5 @@ class OpRow:
     fresh: Callable[..., tuple[object, ...]] | None = None
     returns: int = 0
     into: bool = False
+    host: bool = False
     revision: int = 0

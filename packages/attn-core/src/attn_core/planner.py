@@ -78,6 +78,9 @@ class Planner:
         self._lock = threading.RLock()
         self._handle = tracing.register(self)
         self._screens: dict[object, Screened] = {}
+        # Of a plan() traced by torch.compile: the number of the plan, which orders run() behind it.
+        self._traced_plan: torch.Tensor | None = None
+        self._traced_o_dtype = torch.float16
 
     def _target(self) -> DeviceTarget:
         if self._described is None:
@@ -98,6 +101,7 @@ class Planner:
         q_len_per_req: int | None = None,
     ) -> None:
         """Compute a PlanState and publish it. The last thing plan() does."""
+        self._traced_plan = None
         undo = _Undo()
         try:
             # Not a with statement: an interrupt on its way out would leave the lock held and the new plan

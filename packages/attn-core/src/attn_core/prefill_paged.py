@@ -6,7 +6,9 @@ from functools import partialmethod
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
+from . import tracing
 from .arguments import MaskBits, check_workspace, mask_bits, refuse, split_size
 from .batch import HostBatch, paged_batch, size_of
 from .cache_view import CacheView, unpack
@@ -157,6 +159,8 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
             TypeError: An argument has the wrong type.
             NotImplementedError: No backend serves the combination.
         """
+        if is_dynamo_compiling():
+            tracing.refuse_plan("BatchPrefillWithPagedKVCacheWrapper")
         refuse(
             prefix_len_ptr=prefix_len_ptr, token_pos_in_items_ptr=token_pos_in_items_ptr,
             token_pos_in_items_len=token_pos_in_items_len, max_item_len_ptr=max_item_len_ptr,

@@ -6,7 +6,9 @@ from functools import partialmethod
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
+from . import tracing
 from .arguments import check_workspace, mask_bits, refuse, split_size
 from .batch import ragged_batch
 from .errors import needs
@@ -137,6 +139,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
             TypeError: An argument has the wrong type.
             NotImplementedError: No backend serves the combination.
         """
+        if is_dynamo_compiling():
+            tracing.refuse_plan("BatchPrefillWithRaggedKVCacheWrapper")
         refuse(
             prefix_len_ptr=prefix_len_ptr, token_pos_in_items_ptr=token_pos_in_items_ptr,
             token_pos_in_items_len=token_pos_in_items_len, max_item_len_ptr=max_item_len_ptr,

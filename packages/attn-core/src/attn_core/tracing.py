@@ -52,8 +52,12 @@ class Tracer(Protocol):
         return_lse: bool,
         o_dtype: torch.dtype,
         scales: tuple[Scale, Scale, Scale],
+        plan: torch.Tensor | None,
     ) -> Result:
-        """Emit the operator; called while Dynamo traces. ``wrapper(handle)`` is what it shall run."""
+        """Emit the operator; called while Dynamo traces. ``wrapper(handle)`` is what it shall run.
+
+        ``plan`` is what the traced ``plan()`` returned, or None for the plan in force.
+        """
 
 
 def register(wrapper: Planner) -> int:
@@ -106,6 +110,12 @@ def _discover() -> bool:
 
 # What torch.compiler.assume_constant_result does, less the import of all of torch._dynamo.
 _discover._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def refuse_plan(what: str) -> None:
+    """Raise for a plan() that is traced and cannot be an operator."""
+    want, got = "a call outside the compiled region", "one inside it"
+    raise ValueError(needs(f"{what}: plan() under torch.compile", want, got, "core.traced-plan"))
 
 
 def call(name: str, *args: Any) -> Any:

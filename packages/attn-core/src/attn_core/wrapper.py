@@ -105,14 +105,14 @@ class AttentionWrapper(Planner):
         q_scale: state.Scale | None,
         k_scale: state.Scale | None,
         v_scale: state.Scale | None,
+        plan: PlanState | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Check one run against the plan in force and enqueue it."""
-        s = self._state
+        """Check one run against a plan, by default the one in force, and enqueue it."""
+        if is_dynamo_compiling():
+            return self._traced_run(q, k, v, out, lse, return_lse, (q_scale, k_scale, v_scale))
+        s = self._state if plan is None else plan
         if s is None:
             s = self._planned()
-        if is_dynamo_compiling():
-            scales = (q_scale, k_scale, v_scale)
-            return tracing.tracer().run(self._handle, q, k, v, out, lse, return_lse, s.o_dtype, scales)
         device, contract = s.device, s.contract
         self._check(s, q, k, v)
         if contract.q != "any" and (contract.q == "packed" or q.stride(2) != 1):
@@ -131,6 +131,21 @@ class AttentionWrapper(Planner):
             self._refuse_eager_capture()
         s.decision.backend.run(s.launch, s.image, io)
         return out if lse is None else (out, lse)
+
+    def _traced_run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        return_lse: bool,
+        scales: tuple[tracing.Scale, tracing.Scale, tracing.Scale],
+    ) -> tracing.Result:
+        token = self._traced_plan
+        o_dtype = self._planned().o_dtype if token is None else self._traced_o_dtype
+        run = tracing.tracer().run
+        return run(self._handle, q, k, v, out, lse, return_lse, o_dtype, scales, token)
 
     def _check(self, s: PlanState, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Compare with the plan; the slow functions that say what is wrong run only when something is."""
