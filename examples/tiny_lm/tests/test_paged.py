@@ -19,7 +19,7 @@ def write(step, values):
         -rows,
         cache.batch_indices,
         step.positions,
-        cache.layers[0],
+        cache.pool[0],
         cache.kv_indices,
         cache.kv_indptr,
         cache.kv_last_page_len,
@@ -29,7 +29,7 @@ def write(step, values):
 def read(cache, request):
     """The numbers that count, through the request's pages."""
     slots = [
-        cache.layers[0][page, :, slot, 0, 0].tolist()
+        cache.pool[0][page, :, slot, 0, 0].tolist()
         for page in cache.pages(request)
         for slot in range(cache.page_size)
     ]

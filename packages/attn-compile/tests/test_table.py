@@ -7,12 +7,16 @@ import pytest
 import torch
 
 from attn_compile import ops, schema
+from attn_compile.plans import PLANS
 from attn_compile.registry import register
-from attn_compile.rows import APPEND, APPEND_ONE, MERGE, ROWS, RUN
+from attn_compile.rows import APPEND, APPEND_ONE, MERGE, RUN
+from attn_compile.rows import ROWS as FUNCTIONS
 from attn_compile.testing.declared import faults
 from attn_core import BatchDecodeWithPagedKVCacheWrapper, plugins, tracing
 from attn_core.hookspecs import hookimpl
 from attn_core.op_table import Arg, OpRow, Role
+
+ROWS = (*FUNCTIONS, *PLANS)
 
 
 def i32(*values):
@@ -150,6 +154,14 @@ def samples():
     seed = torch.tensor([5])
     yield "run", (
         wrapper._handle, q, pages, pages.clone(), *factors, torch.float32, True,
+        torch.empty_like(q), torch.empty(2, 4),
+    )  # fmt: skip
+    table = (indptr, indices, last, None, 4, 2, 8, 4, "NONE", -1, None)
+    types, rest = (torch.float32,) * 3, (None, None, None, None, False, 1, False)
+    yield "plan_decode", (wrapper._handle, None, *table, *types, *rest)
+    number = register(PLANS[0]).op(wrapper._handle, None, *table, *types, *rest)
+    yield "run_planned", (
+        number, wrapper._handle, q, pages, pages.clone(), *factors, torch.float32, True,
         torch.empty_like(q), torch.empty(2, 4),
     )  # fmt: skip
     yield "single", (

@@ -43,6 +43,9 @@ def demo(
     tokens: Annotated[int, typer.Option(help="Bytes to write for each request.")] = 96,
     drafts: Annotated[int, typer.Option(help="Guessed tokens per request and verify step.")] = DEFAULT_DRAFTS,
     backend: Annotated[str, typer.Option(help="auto, or the backend to use for every step.")] = "auto",
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile the steps, and check that the text is that of eager.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Write text with plain decode and with speculative verify over a paged cache, and check that both agree.
@@ -52,14 +55,17 @@ def demo(
     """
     with _one_thread():
         try:
-            engine, prompts = _prepare(prompt, tokens, drafts, backend)
+            engine, prompts = _prepare(prompt, tokens, drafts, backend, compiled)
         except (OSError, ValueError, NotImplementedError) as error:
             typer.echo("error: " + " ".join(str(error).split()), err=True)
             raise typer.Exit(2) from None
         with _progress((tokens - 1) * len(prompts)) as track:  # the first of each comes with its prompt
             plain = engine.plain(prompts, tokens, track("plain decode"))
             speculative = engine.speculative(prompts, tokens, drafts, track("speculative verify"))
+        eager = Engine(engine.model, backend=backend).plain(prompts, tokens) if compiled else plain
     summary = summarize(engine, plain, speculative)
+    summary["compiled"] = compiled
+    summary["identical"] = summary["identical"] and eager.texts == plain.texts
     if as_json:
         print(json.dumps(summary))
     else:
@@ -68,13 +74,15 @@ def demo(
         raise typer.Exit(1)
 
 
-def _prepare(prompt: Path | None, tokens: int, drafts: int, backend: str) -> tuple[Engine, list[bytes]]:
+def _prepare(
+    prompt: Path | None, tokens: int, drafts: int, backend: str, compiled: bool
+) -> tuple[Engine, list[bytes]]:
     """Check every argument, then run two tokens so that whatever is built or loaded late is not timed."""
     for name, value in (("--tokens", tokens), ("--drafts", drafts)):
         if value < 1:
             raise ValueError(f"{name}: needs at least 1, got {value} [tiny-lm.arguments]")
     prompts = cut(read_prompt(prompt))
-    engine = Engine(load_model(), backend=backend)
+    engine = Engine(load_model(), backend=backend, compiled=compiled)
     engine.check_fits(prompts, tokens, drafts)
     shortest = [min(prompts, key=len)]
     engine.plain(shortest, 2)

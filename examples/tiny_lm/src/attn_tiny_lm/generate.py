@@ -81,9 +81,18 @@ class Engine:
         backend: `auto`, or a backend that attn-core is to use for every step.
         page_size: tokens per page.
         seed: order in which pages are handed out.
+        compiled: compile the decode and verify steps, each as one graph (needs attn-compile).
     """
 
-    def __init__(self, model: TinyLM, *, backend: str = "auto", page_size: int = 16, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: TinyLM,
+        *,
+        backend: str = "auto",
+        page_size: int = 16,
+        seed: int = 0,
+        compiled: bool = False,
+    ) -> None:
         self.model = model
         self.device = model.embed.weight.device
         self.dtype = model.embed.weight.dtype
@@ -95,6 +104,10 @@ class Engine:
         self.verify = BatchDecodeWithPagedKVCacheWrapper(
             workspace, "NHD", use_tensor_cores=True, backend=backend
         )
+        self._decode_step, self._verify_step = decode_step, verify_step
+        if compiled:
+            self._decode_step = torch.compile(decode_step, fullgraph=True)
+            self._verify_step = torch.compile(verify_step, fullgraph=True)
 
     def check_fits(self, prompts: Sequence[bytes], tokens: int, drafts: int) -> None:
         """Raise unless every prompt, `tokens` bytes of text and the last `drafts` drafts fit the context.
@@ -129,7 +142,7 @@ class Engine:
             plan = cache.begin([s.request for s in active], [1] * len(active))
             self._plan_decode(self.decode, plan, 1)
             last = self._tensor([s.tokens[-1] for s in active])
-            logits = decode_step(self.model, last, plan.positions, self.decode, plan.cache)
+            logits = self._decode_step(self.model, last, plan.positions, self.decode, plan.cache)
             for sequence, token in zip(active, logits.argmax(-1).tolist(), strict=True):
                 sequence.tokens.append(token)
                 cache.keep(sequence.request, 1)
@@ -159,7 +172,7 @@ class Engine:
             guesses = self._tensor([draft_row(s.tokens, drafts) for s in active])
             last = self._tensor([[s.tokens[-1]] for s in active])
             rows = torch.cat((last, guesses), dim=1)
-            logits = verify_step(self.model, rows, plan.positions, self.verify, plan.cache)
+            logits = self._verify_step(self.model, rows, plan.positions, self.verify, plan.cache)
             for sequence, kept in zip(active, accept(logits, guesses).tolist(), strict=True):
                 emitted = [token for token in kept if token >= 0]
                 sequence.tokens.extend(emitted)

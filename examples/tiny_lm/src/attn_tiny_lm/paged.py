@@ -22,15 +22,15 @@ class StepCache(NamedTuple):
     """What a forward pass over the cache reads and writes; every tensor is on the model's device.
 
     Attributes:
-        layers: per block `[pages, 2, page_size, num_kv_heads, head_dim]`, keys and then values. The pass
-            writes the new tokens into them.
+        pool: `[num_layers, pages, 2, page_size, num_kv_heads, head_dim]`, keys and then values of each
+            block. The pass writes the new tokens into it.
         batch_indices: int32 `[rows]`, request (row of the page table) of each token.
         kv_indptr: int32 `[batch + 1]`.
         kv_indices: int32 `[kv_indptr[-1]]`.
         kv_last_page_len: int32 `[batch]`.
     """
 
-    layers: tuple[Tensor, ...]
+    pool: Tensor
     batch_indices: Tensor
     kv_indptr: Tensor
     kv_indices: Tensor
@@ -47,7 +47,7 @@ class Step:
         kv_indices: int32 on the host, page ids.
         kv_last_page_len: int32 `[batch]` on the host.
         positions: int32 `[rows]` on the model's device, position of each new token in its request.
-        cache: the same page table on the model's device, with the pools.
+        cache: the same page table on the model's device, with the pool.
     """
 
     qo_indptr: Tensor
@@ -65,13 +65,13 @@ class _Request:
 
 
 class PagedCache:
-    """Pools of pages, one per block, and the requests that live in them.
+    """A pool of pages for all blocks, and the requests that live in it.
 
     Args:
         config: shape of the model.
         num_pages: pages in the pool.
         page_size: tokens per page.
-        device: where the pools are.
+        device: where the pool is.
         dtype: type of keys and values.
         seed: pages are handed out in an order shuffled with it, as after a long time of serving.
     """
@@ -86,8 +86,8 @@ class PagedCache:
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> None:
-        shape = (num_pages, 2, page_size, config.num_kv_heads, config.head_dim)
-        self.layers = tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_layers))
+        shape = (config.num_layers, num_pages, 2, page_size, config.num_kv_heads, config.head_dim)
+        self.pool = torch.zeros(shape, device=device, dtype=dtype)
         self.page_size = page_size
         self._free = list(range(num_pages))
         random.Random(seed).shuffle(self._free)
@@ -150,11 +150,11 @@ class PagedCache:
         return self._step(_offsets(counts), _offsets(needed), _int32(indices), _int32(last))
 
     def _step(self, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, last_page_len: Tensor) -> Step:
-        device = self.layers[0].device
+        device = self.pool.device
         seq_lens = get_seq_lens(kv_indptr, last_page_len, self.page_size)
         owners, positions = get_batch_indices_positions(qo_indptr, seq_lens, int(qo_indptr[-1]))
         table = (t.to(device) for t in (owners, kv_indptr, kv_indices, last_page_len))
-        cache = StepCache(self.layers, *table)
+        cache = StepCache(self.pool, *table)
         return Step(qo_indptr, kv_indptr, kv_indices, last_page_len, positions.to(device), cache)
 
 

@@ -2,7 +2,8 @@
 
 Each one appends the keys and values of its tokens and then attends, block by block, with the plan that the
 wrapper holds. None of them plans, allocates pages or reads a value back from the device, so a step can be
-captured in a graph or compiled as a whole.
+captured in a graph or compiled as a whole. All blocks share one allocation, which a compiled step takes as it
+is: a block's part of it is named by a CacheView, not sliced.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from attn_core import append_paged_kv_cache
+from attn_core import CacheView, append_paged_kv_cache
 from attn_tiny_lm.model import TinyLM
 from attn_tiny_lm.paged import StepCache
 
@@ -19,7 +20,7 @@ from attn_tiny_lm.paged import StepCache
 class Attention(Protocol):
     """What a step needs of a wrapper: attend `q` to one block's pages."""
 
-    def run(self, q: Tensor, paged_kv_cache: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def run(self, q: Tensor, paged_kv_cache: CacheView) -> Tensor | tuple[Tensor, Tensor]:
         """Return `[rows, num_qo_heads, head_dim]`."""
         ...
 
@@ -27,21 +28,22 @@ class Attention(Protocol):
 def paged_forward(
     model: TinyLM, tokens: Tensor, positions: Tensor, wrapper: Attention, cache: StepCache
 ) -> Tensor:
-    """Run every block over new tokens, writing their keys and values into `cache.layers`.
+    """Run every block over new tokens, writing their keys and values into `cache.pool`.
 
     Args:
         model: the model.
         tokens: `[rows]` integer, the new tokens, request after request.
         positions: `[rows]` integer, position of each in its request.
         wrapper: planned for a page table in which the new tokens already count.
-        cache: the same page table, and the pools.
+        cache: the same page table, and the pool.
 
     Returns:
         The residual stream `[rows, d_model]` after the last block.
     """
     cos_sin = model.rope[positions]
     x: Tensor = model.embed(tokens)
-    for block, pages in zip(model.layers(), cache.layers, strict=True):
+    for layer, block in enumerate(model.layers()):
+        pages = CacheView.split(cache.pool, 1, lead=(0, layer))
         q, k, v = block.qkv(x, cos_sin)
         append_paged_kv_cache(
             k,
