@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from attn_core import tracing
 from attn_core.op_table import OpRow
 
-from . import fixups
+from . import defects, fixups, guard
 from .calls import CALLS, split_scales
 from .plans import PLANS
 from .registry import register
@@ -73,3 +74,21 @@ class OpTracer:
         if sums is None:
             return result
         return result, sums if lse is None else lse.copy_(sums)
+
+    def doctor(self, probe: bool) -> dict[str, object]:
+        """Return rows for ``attn doctor``; with ``probe`` ten cells of the matrix are compiled."""
+        rows: dict[str, object] = {
+            "operators": len(self._ops),
+            "placement guard": guard.state(),
+            **{f"{name} lowering": what for name, what in fixups.install().items()},
+            "defects of this torch": ", ".join(defect.name for defect in defects.present()),
+        }
+        if probe:
+            from .testing import matrix
+
+            found = {cell: matrix.run(cell) for cell in matrix.probe()}
+            count = Counter(outcome.verdict for outcome in found.values())
+            rows["probe"] = ", ".join(f"{n} {verdict}" for verdict, n in sorted(count.items()))
+            bad = {str(cell): f"{o.verdict}: {o.detail}" for cell, o in found.items() if not o.good}
+            rows.update({f"probe {name}": text for name, text in bad.items()})
+        return rows

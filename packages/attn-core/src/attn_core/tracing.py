@@ -89,6 +89,11 @@ def install(tracer: Tracer | None, absent: str | None = None) -> None:
         _absent = absent
 
 
+def state() -> Tracer | str:
+    """Return the tracer, or why there is none."""
+    return _absent if _tracer is None else _tracer
+
+
 def tracer(what: str = "run()") -> Tracer:
     """Return the tracer.
 

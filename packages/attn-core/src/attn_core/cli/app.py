@@ -210,7 +210,12 @@ def tune(
 
 
 @app.command()
-def doctor(json: _Json = False) -> None:
+def doctor(
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Also compile ten steps and compare them with eager.")
+    ] = False,
+    json: _Json = False,
+) -> None:
     """Show versions, devices, build tools, backends and settings of this machine.
 
     Exits 0 when at least one backend can run here.
@@ -218,7 +223,7 @@ def doctor(json: _Json = False) -> None:
     from . import doctor as run
     from .doctor_view import render
 
-    facts = run.facts()
+    facts = run.facts(probe)
     if json:
         say_json(facts)
     else:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from .. import plugins, thresholds, tuned
+from .. import plugins, thresholds, tracing, tuned
 from ..backend import Backend, Path
 from ..capability import ARCH
 from ..plugins import Registry
@@ -28,8 +28,8 @@ _NO_FACTS: Facts = {}
 _NO_ROWS: list[Facts] = []
 
 
-def facts() -> Facts:
-    """Return everything ``attn doctor`` shows, as JSON can hold it.
+def facts(probe: bool = False) -> Facts:
+    """Return everything ``attn doctor`` shows, as JSON can hold it; with ``probe`` torch.compile is tried.
 
     Loads the backend packages as the first plan() would; builds nothing and runs no kernel. The GPU
     runtime is asked only where torch says that there is a GPU.
@@ -53,6 +53,7 @@ def facts() -> Facts:
         "cache": _cache(),
         "thresholds": _thresholds(),
         "tuned": _tuned(registry),
+        "compile": _compile(probe),
     }
 
 
@@ -182,6 +183,16 @@ def _cache() -> Facts:
         "exists": place.is_dir(),
         "writable": standing.is_dir() and os.access(standing, os.W_OK | os.X_OK),
     }
+
+
+def _compile(probe: bool) -> Facts:
+    """What torch.compile does with traced calls here: rows of the tracer's optional ``doctor()``."""
+    found = tracing.state()
+    if isinstance(found, str):
+        return {"operators": f"none: {found}"}
+    ask = getattr(found, "doctor", None)
+    rows, error = _attempt(lambda: dict(ask(probe)) if ask is not None else {}, _NO_FACTS)
+    return {**{str(key): plain(value) for key, value in rows.items()}, **({"fault": error} if error else {})}
 
 
 def _thresholds() -> Facts:

@@ -22,6 +22,7 @@ def render(facts: Facts) -> RenderableType:
         ("Devices", _devices(facts)),
         ("Build tools", _tools(facts["tools"])),
         ("Backends, in the order of 'auto'", _backends(facts)),
+        ("torch.compile", _pairs(facts["compile"].items())),
         ("Settings", _settings(facts)),
     )
     parts: list[RenderableType] = []
