@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -207,7 +208,7 @@ def main() -> None:
     for name in ("what", "us", "against", "checked"):
         table.add_column(name, justify="right" if name == "us" else "left")
     for row in rows:
-        table.add_row(row.what, f"{row.us:.2f}", row.against, row.checked)
+        table.add_row(escape(row.what), f"{row.us:.2f}", row.against, row.checked)
     Console().print(table)
 
 
