@@ -15,6 +15,8 @@ Call = Callable[[int], torch.Tensor]
 """Runs on one of the copies, by number; returns ``[rows, num_qo_heads, head_dim]``."""
 Pair = tuple[torch.Tensor, torch.Tensor]
 _WORKSPACE = 64 << 20
+_DRAWN = 1024
+"""Pages that are drawn; a larger cache repeats them, shifted."""
 
 
 class World:
@@ -42,8 +44,11 @@ class World:
 
     def _random(self, pages: int) -> torch.Tensor:
         made = torch.empty(pages, PAGE, KV_HEADS, DIM, dtype=self.cell.kv_dtype)
-        for part in torch.split(made, 4096):  # a float32 of a whole 16-bit cache would be twice its size
-            part.copy_(torch.randn(part.shape, generator=self.make))
+        block = torch.randn(min(pages, _DRAWN), PAGE, KV_HEADS, DIM, generator=self.make).to(made.dtype)
+        for at, part in enumerate(
+            torch.split(made, _DRAWN)
+        ):  # drawing every page anew takes longer than the runs
+            part.copy_(block.roll(at, 0)[: part.shape[0]])
         return made
 
     def _lengths(self) -> list[int]:

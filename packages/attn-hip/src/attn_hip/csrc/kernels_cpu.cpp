@@ -33,12 +33,14 @@ void attend_dims(const AttendParams& p, const WorkItem& item, void* scratch) {
 #if defined(__AVX512BF16__)
   if (takes_pairs(p)) return run<DotDimTile<R>>(p, item, scratch);
 #endif
-  const bool staged = p.position == kPositionRope || !whole_vectors(p) || p.kv_dtype > kBFloat16;
+  const bool staged = p.position == kPositionRope || !whole_vectors(p);
   if (staged) return run<DimTile<R, float, true>>(p, item, scratch);
   switch (p.kv_dtype) {
     case kFloat32: return run<DimTile<R, float, false>>(p, item, scratch);
     case kFloat16: return run<DimTile<R, Half, false>>(p, item, scratch);
-    default: return run<DimTile<R, BFloat, false>>(p, item, scratch);
+    case kBFloat16: return run<DimTile<R, BFloat, false>>(p, item, scratch);
+    case kFloat8E4M3FN: return run<DimTile<R, Fp8<false>, false>>(p, item, scratch);
+    default: return run<DimTile<R, Fp8<true>, false>>(p, item, scratch);
   }
 }
 

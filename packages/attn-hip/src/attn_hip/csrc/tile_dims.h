@@ -1,5 +1,5 @@
 // CPU tile with head dimensions in the lanes of a vector: for one to four query rows, where rows would leave most
-// lanes empty. Reads a 16-bit cache where it lies, widening as it loads.
+// lanes empty. Reads a cache of 8 or 16 bits where it lies, widening as it loads.
 #pragma once
 #include "tile_cpu.h"
 
