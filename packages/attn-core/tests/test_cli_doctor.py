@@ -45,7 +45,7 @@ def test_shape():
     said = facts()
     assert set(said) == {
         "ok", "versions", "devices", "device_error", "known_archs", "tools", "backends", "broken", "commands",
-        "environment", "config", "cache", "thresholds", "tuned",
+        "environment", "config", "cache", "thresholds", "tuned", "compile",
     }  # fmt: skip
     assert said["ok"] is True
     assert said["versions"]["torch"] == str(torch.__version__)
