@@ -1,0 +1,105 @@
+"""Code objects: built once, packed, refused when they are not of these sources; clear words when it fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from attn_hip import build, cache, device_build, gpu, toolchain
+from attn_hip.build import BuildError, NoCompiler
+from attn_hip.device_build import Built, Job
+from attn_hip.variants import Variant
+
+from .test_command import APP
+
+KERNEL = """
+extern "C" __attribute__((global)) void one(int* out) { *out = VALUE; }
+"""
+ONE = Variant("one", "one.cpp", ("VALUE=1",), "one", 64)
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in (toolchain.AMD_VARIABLE, toolchain.NVIDIA_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    if not toolchain.compilers("gfx942"):
+        pytest.skip("needs a compiler for gfx942")
+    place = tmp_path / "src"
+    place.mkdir()
+    (place / "one.cpp").write_text(KERNEL)
+    monkeypatch.setattr(build, "_SOURCES", place)
+    monkeypatch.setattr(device_build, "PACKED", tmp_path / "packed")
+    monkeypatch.setattr(gpu, "all_variants", lambda arch: (ONE,))
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
+    return place
+
+
+def test_builds_once_and_again_for_other_sources(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device_build.existing(ONE, "gfx942") is None
+    first = device_build.ensure(ONE, "gfx942")
+    row = Built(Job(ONE, "gfx942"), first, "x").row()
+    assert (row["variant"], row["arch"], row["spills"], row["scratch"]) == ("one", "gfx942", 0, 0)
+    monkeypatch.setattr(device_build, "_compile", lambda *_: pytest.fail("built again"))
+    assert device_build.ensure(ONE, "gfx942") == first
+
+
+def test_other_sources_and_defines_are_other_code_objects(sources: Path) -> None:
+    before = device_build.content(ONE, "gfx942")
+    other = Variant("one", "one.cpp", ("VALUE=2",), "one", 64)
+    assert device_build.content(other, "gfx942") != before != device_build.content(ONE, "gfx950")
+    (sources / "one.cpp").write_text(KERNEL + "// changed\n")
+    assert device_build.content(ONE, "gfx942") != before
+
+
+def test_a_packed_object_needs_no_compiler_until_the_sources_change(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device_build.pack([device_build.build(ONE, "gfx942")], device_build.PACKED)
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "empty"))
+    monkeypatch.setattr(toolchain, "commands", lambda arch: [])
+    found = device_build.ensure(ONE, "gfx942")
+    assert found.parent == device_build.PACKED / "gfx942"
+    assert device_build.missing("gfx942", [ONE]) is None
+    found.write_bytes(found.read_bytes()[:-1])
+    assert device_build.existing(ONE, "gfx942") is None
+    (sources / "one.cpp").write_text(KERNEL + "// changed\n")
+    with pytest.raises(NoCompiler, match=r"needs a compiler for gfx942 .* got none that can"):
+        device_build.ensure(ONE, "gfx942")
+    assert "a compiler for gfx942" in str(device_build.missing("gfx942", [ONE]))
+
+
+def test_a_failed_build_quotes_the_compiler_and_stops_no_other(sources: Path) -> None:
+    bad = Variant("bad", "one.cpp", ("VALUE=nonsense",), "one", 64)
+    (_, failed), (_, made) = device_build.build_all([Job(bad, "gfx942"), Job(ONE, "gfx942")])
+    assert isinstance(failed, BuildError)
+    assert "bad for gfx942: " in str(failed)
+    assert "undeclared identifier 'nonsense'" in str(failed)
+    assert isinstance(made, Built)
+
+
+def test_the_command_prints_a_row_per_variant(sources: Path, tmp_path: Path) -> None:
+    place = tmp_path / "wheel"
+    ran = CliRunner().invoke(APP, ["--arch", "gfx942", "--json", "--pack", str(place)])
+    assert ran.exit_code == 0, ran.stderr
+    (row,) = json.loads(ran.stdout)
+    assert set(row) == {"variant", "arch", "compiler", "vgpr", "agpr", "sgpr", "lds", "scratch", "spills"}
+    assert set(json.loads((place / "gfx942" / "index.json").read_text())) == {"one"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--arch", "gfx1"], 2, "[fa2.arch]"),
+        (["--arch", "cpu,gfx942"], 2, "[fa2.arch]"),
+        (["--arch", "gfx942", "--isa", "avx2"], 2, "[fa2.option]"),
+        (["--compiler", "clang-19"], 2, "[fa2.option]"),
+        (["--arch", "gfx942", "--compiler", "tcc"], 1, "got tcc"),
+    ],
+)
+def test_what_the_command_refuses(sources: Path, arguments: list[str], status: int, said: str) -> None:
+    ran = CliRunner().invoke(APP, arguments)
+    assert ran.exit_code == status
+    assert said in ran.stderr
