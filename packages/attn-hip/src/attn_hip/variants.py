@@ -50,7 +50,7 @@ class _Shape:
         dtype: Type of query and products.
         fp8: Plain kernels: whether the cache is fp8 instead.
         head_dim: Head dim.
-        tile_q: Packed rows; at 16 the waves split the keys.
+        tile_q: Packed rows; the fewer, the more do waves split the keys.
         general: Whether it takes every feature, cache type and smaller head dims.
     """
 
@@ -59,6 +59,11 @@ class _Shape:
     head_dim: int
     tile_q: int
     general: bool
+
+    @property
+    def plain(self) -> bool:
+        """Whether the cache is copied as it lies, without a feature that needs more."""
+        return not (self.general or self.fp8)
 
     @property
     def name(self) -> str:
@@ -99,8 +104,17 @@ def attend_variant(arch: str, problem: AttentionProblem, tile_q: int) -> Variant
 
 def tiles(arch: str, problem: AttentionProblem) -> tuple[int, ...]:
     """Return the tile heights that plans of a problem may choose, least first."""
-    high = _plain(problem) and problem.kv_dtype == problem.q_dtype and problem.head_dim_qk <= 128
-    return (16, 64, 128) if high and not _is_amd(arch) else (16, 64)
+    plain = _plain(problem) and problem.kv_dtype == problem.q_dtype
+    return _tiles(arch, problem.head_dim_qk, plain)
+
+
+def _tiles(arch: str, head_dim: int, plain: bool) -> tuple[int, ...]:
+    return (16, 32, 64, 128) if plain and _wide(arch, head_dim) else (16, 64)
+
+
+def _wide(arch: str, head_dim: int) -> bool:
+    """Say whether registers hold two blocks of rows for a wave."""
+    return head_dim <= 128 and not _is_amd(arch)
 
 
 def _plain(problem: AttentionProblem) -> bool:
@@ -118,14 +132,14 @@ def _is_amd(arch: str) -> bool:
 
 
 def _shapes(arch: str) -> list[_Shape]:
-    made = []
-    for dtype in _HALVES:
-        for dim in HEAD_DIMS:
-            made += [_Shape(dtype, fp8, dim, tile, False) for fp8 in (False, True) for tile in (16, 64)]
-            made += [_Shape(dtype, False, dim, tile, True) for tile in (16, 64)]
-            if dim <= 128 and not _is_amd(arch):
-                made.append(_Shape(dtype, False, dim, 128, False))
-    return made
+    kinds = ((False, False), (True, False), (False, True))
+    return [
+        _Shape(dtype, fp8, dim, tile, general)
+        for dtype in _HALVES
+        for dim in HEAD_DIMS
+        for fp8, general in kinds
+        for tile in _tiles(arch, dim, not (fp8 or general))
+    ]
 
 
 def _attend(arch: str, shape: _Shape) -> Variant:
@@ -135,6 +149,7 @@ def _attend(arch: str, shape: _Shape) -> Variant:
         f"ATTN_KV={int(shape.fp8)}",
         f"ATTN_D={shape.head_dim}",
         f"ATTN_TILE={shape.tile_q}",
+        f"ATTN_WIDE={int(shape.plain and _wide(arch, shape.head_dim))}",
         f"ATTN_GENERAL={int(shape.general)}",
         f"ATTN_ENTRY={shape.name}",
         *((f"ATTN_LDS={lds}",) if lds else ()),
@@ -146,9 +161,11 @@ def _attend(arch: str, shape: _Shape) -> Variant:
 def _dynamic_shared(shape: _Shape) -> int:
     """Return what kernels_gpu.cpp asserts of NVIDIA: rings of steps, q where it stays, partials to join."""
     row = 2 * shape.head_dim
-    steps = 1 if shape.fp8 or shape.general else 3 if shape.tile_q == 16 else 2
-    blocks = 2 if shape.tile_q == 128 else 1
+    wide = shape.plain and shape.head_dim <= 128 and shape.tile_q > 16
+    blocks = 2 if wide else 1
+    alone = shape.tile_q == 16 * blocks
+    steps = 1 if not shape.plain else 3 if alone else 2
+    stays = wide or shape.head_dim > 128
     keys = steps * 2 * _KEYS * row
-    stays = blocks > 1 or shape.head_dim > 128
-    query = _WAVES * blocks * 16 * row if stays else 0
+    query = shape.tile_q * row if stays else 0
     return keys + query

@@ -180,10 +180,11 @@ struct RowPanel {
 template <int D, int Keys>
 struct ColumnPanel {
   static constexpr int kFours = Keys / 4;
-  ATTN_MEMBER static int at(int key, int dim) {
-    const int place = dim ^ (dim >> 3 & 3);
-    const int four = (key >> 2) ^ (((kFours < 16 ? dim / (16 / kFours) : dim) ^ dim >> 4) & (kFours - 1));
-    return (place * kFours + four) * 8 + (key & 3) * 2;
+  // Dim n * 8 + d. The formula keeps what differs between the dims of a lane in constants as far as it can.
+  ATTN_MEMBER static int at(int key, int n, int d) {
+    const int place = n * 8 + (d ^ (n & 3));
+    const int mix = kFours == 4 ? (n & 1) * 2 : kFours == 8 ? ((n & 1) * 4 + (d >> 1)) ^ n >> 1 : ((n & 1) * 8 + d) ^ n >> 1;
+    return (place * kFours + ((key >> 2) ^ (mix & (kFours - 1)))) * 8 + (key & 3) * 2;
   }
 };
 
@@ -216,7 +217,7 @@ struct Fragments {
     ATTN_UNROLL
     for (int t = 0; t < kValueDepth / 16; t++) {
       const int key = k * kValueDepth + t * 16 + (lane >> 4) * 4;
-      const Words2 words = *(SharedOf<Words2>)(panel + ValuePanel::at(key, n * 16 + (lane & 15)));
+      const Words2 words = *(SharedOf<Words2>)(panel + ValuePanel::at(key, n * 2 + (lane >> 3 & 1), lane & 7));
       b.x[t * 2] = words.x, b.x[t * 2 + 1] = words.y;
     }
     return b;
@@ -243,7 +244,7 @@ struct Fragments {
     for (int g = 0; g < Rows; g += group) {
       ATTN_UNROLL
       for (int d = 0; d < 8; d++) {
-        const Shared at = panel + ValuePanel::at(row + g, line * 8 + d);
+        const Shared at = panel + ValuePanel::at(row + g, line, d);
         const uint32_t half = d & 1 ? 0x07060302 : 0x05040100;  // of a word of two rows
         const auto both = [&](int i) { return __builtin_amdgcn_perm(x[i + 1].x[d >> 1], x[i].x[d >> 1], half); };
         if constexpr (group == 4) *(SharedOf<Words2>)at = Words2{both(g), both(g + 2)};

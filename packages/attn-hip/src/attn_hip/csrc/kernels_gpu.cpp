@@ -8,7 +8,8 @@
 //   ATTN_Q        type of query and matrix products: 1 float16, 2 bfloat16
 //   ATTN_KV       plain kernels: 0 cache of the query's type, 1 fp8
 //   ATTN_D        head dim, or what smaller ones are padded to: 64, 128, 256
-//   ATTN_TILE     packed rows: 16 (waves split the keys), 64, 128
+//   ATTN_TILE     packed rows: 16 to 128
+//   ATTN_WIDE     1: waves take two blocks of 16 rows where the tile has more than one
 //   ATTN_GENERAL  0: causal and window only, head dims of ATTN_D; 1: everything
 //   ATTN_ENTRY    name of the kernel
 #include "tile_gpu.h"
@@ -16,18 +17,20 @@
 namespace attn {
 
 constexpr int kWaves = 4;
-constexpr bool kSplitKeys = ATTN_TILE == 16;
+// Two row blocks for a wave halve what it reads from shared memory, at the price of registers.
+constexpr int kRowBlocks = ATTN_TILE == 16 || !ATTN_WIDE ? 1 : 2;
+constexpr int kKeyGroups = 16 * kRowBlocks * kWaves / ATTN_TILE;
 #if ATTN_Q == 1
 using Element = F16;
 #else
 using Element = B16;
 #endif
-using Tile = GpuTile<Element, ATTN_D, ATTN_TILE == 128 ? 2 : 1, kWaves, kSplitKeys, ATTN_GENERAL, ATTN_KV>;
+using Tile = GpuTile<Element, ATTN_D, kRowBlocks, kWaves, kKeyGroups, ATTN_GENERAL, ATTN_KV>;
 static_assert(Tile::kHeight == ATTN_TILE, "tiles are of the planned height");
 
 // What registers should leave room for: waves of a SIMD, blocks of a multiprocessor.
-constexpr int kSimdWaves = kSplitKeys && ATTN_D < 256 && !ATTN_GENERAL ? 4 : 2;
-constexpr int kBlocks = ATTN_D == 256 ? 1 : kSplitKeys && ATTN_D == 64 && !ATTN_GENERAL ? 4 : 2;
+constexpr int kSimdWaves = kKeyGroups == kWaves && ATTN_D < 256 && !ATTN_GENERAL ? 4 : 2;
+constexpr int kBlocks = ATTN_D == 256 ? 1 : ATTN_TILE == 16 && ATTN_D == 64 && !ATTN_GENERAL ? 4 : 2;
 #if defined(ATTN_LDS)
 static_assert(Tile::kSharedBytes == ATTN_LDS, "variants.py knows what a launch asks for");
 #endif
@@ -37,9 +40,9 @@ static_assert(Tile::kSharedBytes == ATTN_LDS, "variants.py knows what a launch a
 extern "C" ATTN_GLOBAL ATTN_BLOCK(attn::Tile::kThreads, attn::kSimdWaves, attn::kBlocks)
 void ATTN_ENTRY(ATTN_ARGUMENT attn::AttendLaunch launch) {
   using namespace attn;
-  if (block_index() >= launch.counts[0]) return;
   ATTN_BLOCK_MEMORY(shared, Tile::kSharedBytes);
-  const WorkItem item = launch.items[block_index()];
+  const WorkItem item = launch.items[block_index()];  // there is one, be it left over from another plan
+  if (block_index() >= launch.counts[0]) return;
   const AttendParams& p = launch.params;
   Tile tile(p, item, rows_of(p, item.request, item.q_tile), (Shared)shared);
   attend<Tile>(p, item, tile);

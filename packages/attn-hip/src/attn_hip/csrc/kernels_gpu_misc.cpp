@@ -4,8 +4,8 @@
 //   2  attn_append         one block writes the heads of one row
 //   3  attn_chain_sample   one block samples one request
 #include "append.h"
-#include "merge.h"
 #include "output_gpu.h"
+#include "rows.h"
 #include "sample_gpu.h"
 
 namespace attn {
@@ -16,34 +16,44 @@ constexpr int kWaves = 256 / kWave;
 
 constexpr int kMostDims = 256;
 
-// A lane's share of a row: dims lane, lane + kWave, ... .
-struct LaneMerge {
-  float row[kMostDims / kWave];
-  int dims;
-  ATTN_MEMBER static float max(float a, float b) { return a > b ? a : b; }
-  ATTN_MEMBER static float exp2(float x) { return exp2_fast(x); }
-  ATTN_MEMBER void add(float weight, const float* out) {
-    ATTN_UNROLL
-    for (int i = 0; i < kMostDims / kWave; i++) {
-      const int d = lane_index() + i * kWave;
-      if (d < dims) row[i] = multiply_add(weight, global(out)[d], row[i]);
+// One row of a tile by a wave: lanes look at kWave chunks side by side for the weights, then at dims lane,
+// lane + kWave, ... for the sums.
+struct WaveMerge {
+  static constexpr int kDims = kMostDims / kWave;
+  float row[kDims] = {}, top = -kInfinity, sum = 0.f;
+
+  ATTN_MEMBER void add(const AttendParams& p, const MergeItem& item, int r) {
+    for (int first = 0; first < item.num_slots; first += kWave) {
+      const int i = first + lane_index(), n = least(kWave, item.num_slots - first);
+      const float lse = i < item.num_slots ? *global(&p.partial_lse[slot_of(item, i) * p.tile_q + r]) : -kInfinity;
+      const float before = top;
+      top = wave_max(lse, top);
+      const float base = top == -kInfinity ? 0.f : top, fade = exp2_fast(before - base);
+      // A chunk without a visible key weighs 0, and a NaN goes on into every sum.
+      const float weight = exp2_fast(lse - base);
+      sum = sum * fade;
+      ATTN_UNROLL
+      for (int j = 0; j < kDims; j++) row[j] *= fade;
+      ATTN_UNROLL_BY(4)
+      for (int k = 0; k < n; k++) {
+        const float share = from_lane(weight, k);
+        const float* out = p.partial_out + (slot_of(item, first + k) * p.tile_q + r) * p.head_dim_vo;
+        sum += share;
+        ATTN_UNROLL
+        for (int j = 0; j < kDims; j++) {
+          const int d = lane_index() + j * kWave;
+          if (d < p.head_dim_vo) row[j] = multiply_add(share, share != 0.f ? global(out)[d] : 0.f, row[j]);
+        }
+      }
     }
   }
-};
 
-ATTN_DEVICE void merge_tile(const AttendParams& p, const MergeItem& item) {
-  const Rows rows = rows_of(p, item.request, item.q_tile);
-  const WorkItem whole = {item.request, item.q_tile, item.kv_head, 1, 0, rows.kv_len, -1, 0};
-  for (int i = wave_index(); i < rows.count; i += kWaves) {
-    LaneMerge merge = {{}, p.head_dim_vo};
-    const float top = merged_top<LaneMerge>(p, item, i);
-    const float sum = merge_row(p, item, i, top, merge);
-    const Sink sink = sink_of(p, rows, whole, rows.first + i, item.kv_head);
+  ATTN_MEMBER void write(const Sink& sink, int dims) const {
     ATTN_UNROLL
-    for (int j = 0; j < kMostDims / kWave; j++) {
+    for (int j = 0; j < kDims; j++) {
       const int d = lane_index() + j * kWave;
-      if (d >= p.head_dim_vo) continue;
-      const float x = sum != 0.f ? merge.row[j] / sum : merge.row[j];  // also for a NaN
+      if (d >= dims) continue;
+      const float x = sum != 0.f ? row[j] / sum : row[j];  // also for a NaN
       char* to = static_cast<char*>(sink.out);
       const int64_t at = sink.offset + d;
       if (sink.dtype == kFloat32) Output<float>::write_one(to + at * 4, x);
@@ -51,6 +61,30 @@ ATTN_DEVICE void merge_tile(const AttendParams& p, const MergeItem& item) {
       else Output<B16>::write_one(to + at * 2, x);
     }
     if (sink.lse && lane_index() == 0) *global(sink.lse) = top + log2_fast(sum);
+  }
+
+ private:
+  ATTN_MEMBER static int64_t slot_of(const MergeItem& item, int i) {
+    return int64_t(item.first_slot) + int64_t(i) * item.slot_stride;
+  }
+  // Not a number wins, as its sums should.
+  ATTN_MEMBER static float wave_max(float x, float start) {
+    x = x > start || x != x ? x : start;
+    for (int mask = 1; mask < kWave; mask *= 2) {
+      const float other = exchange(x, mask);
+      x = other > x || other != other ? other : x;
+    }
+    return x;
+  }
+};
+
+ATTN_DEVICE void merge_tile(const AttendParams& p, const MergeItem& item) {
+  const Rows rows = rows_of(p, item.request, item.q_tile);
+  const WorkItem whole = {item.request, item.q_tile, item.kv_head, 1, 0, rows.kv_len, -1, 0};
+  for (int r = wave_index(); r < rows.count; r += kWaves) {
+    WaveMerge merge;
+    merge.add(p, item, r);
+    merge.write(sink_of(p, rows, whole, rows.first + r, item.kv_head), p.head_dim_vo);
   }
 }
 
@@ -96,8 +130,9 @@ ATTN_DEVICE void append_row(const AppendParams& p, int64_t row) {
 
 #if ATTN_KERNEL == 1
 extern "C" ATTN_GLOBAL ATTN_BLOCK(256, 4, 4) void attn_merge(ATTN_ARGUMENT attn::MergeLaunch launch) {
+  const attn::MergeItem item = launch.items[attn::block_index()];
   if (attn::block_index() >= launch.counts[1]) return;
-  attn::merge_tile(launch.params, launch.items[attn::block_index()]);
+  attn::merge_tile(launch.params, item);
 }
 #elif ATTN_KERNEL == 2
 extern "C" ATTN_GLOBAL ATTN_BLOCK(256, 4, 4) void attn_append(ATTN_ARGUMENT attn::AppendParams p) {

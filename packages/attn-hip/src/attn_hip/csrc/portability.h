@@ -45,6 +45,8 @@
 #endif
 
 #define ATTN_ROLL _Pragma("unroll 1")
+#define ATTN_PRAGMA(text) _Pragma(#text)
+#define ATTN_UNROLL_BY(n) ATTN_PRAGMA(unroll n)
 
 // A pointer that is known to lead to device memory: AMD reads shared and device memory by different instructions.
 #if ATTN_AMD

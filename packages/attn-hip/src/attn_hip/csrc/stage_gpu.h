@@ -1,10 +1,11 @@
 // The way of keys and values from the cache into shared memory, one step at a time and ahead of its use.
 //
-// Each wave moves kWaveKeys keys of a step: into panels of its own where waves split the keys, else into the block's.
+// The waves of a block form KeyGroups groups, each with its share of the keys of a step and panels for them. Each wave
+// moves kWaveKeys keys into its group's panels.
 // A line travels one of three ways:
 //   async    the hardware copies it into a ring of kStages panels (NVIDIA, cache of the query's type);
 //   ahead    it waits in registers for the panel to be free: one step is on its way while the last is worked on;
-//   at once  as ahead, but without the wait, where the registers are needed otherwise.
+//   at once  as ahead, but without the wait, where the registers are needed otherwise: for more waves, say.
 #pragma once
 #include "rows.h"
 #if ATTN_AMD
@@ -67,20 +68,20 @@ ATTN_DEVICE Line load_elements(const char* from, int n, int size) {
   return line;
 }
 
-template <class E, int D, int Waves, bool SplitKeys, bool General, bool Fp8>
+template <class E, int D, int Waves, int KeyGroups, bool General, bool Fp8>
 class Stager {
  public:
-  static constexpr int kWaveKeys = kHasAsyncCopy || D < 256 || SplitKeys ? 16 : 8;
-  static constexpr int kKeys = Waves * kWaveKeys, kPanelKeys = SplitKeys ? kWaveKeys : kKeys;
+  static constexpr bool kAlone = KeyGroups == Waves;  // each wave is a group
+  static constexpr int kWaveKeys = kHasAsyncCopy || D < 256 || kAlone ? 16 : 8;
+  static constexpr int kKeys = Waves * kWaveKeys, kPanelKeys = kKeys / KeyGroups;
   using Frags = Fragments<E, D, kPanelKeys>;
   static constexpr bool kAsync = kHasAsyncCopy && !General && !Fp8;
-  static constexpr bool kAhead = !kAsync && (!kHasAsyncCopy || D < 256);
-  static constexpr int kStages = !kAsync ? 1 : SplitKeys ? 3 : 2;
+  static constexpr bool kAhead = !kAsync && (kHasAsyncCopy ? D < 256 : !kAlone);
+  static constexpr int kStages = !kAsync ? 1 : kAlone ? 3 : 2;
   // Keys go from the cache to where the product wants them, without a panel between.
-  static constexpr bool kDirect = kKeysFromGlobal && SplitKeys && !General;
-  static constexpr int kPanels = SplitKeys ? Waves : 1;
-  static constexpr int kKeyBytes = kDirect ? 0 : kPanels * Frags::kPanelBytes;
-  static constexpr int kStageBytes = kKeyBytes + kPanels * Frags::kPanelBytes, kBytes = kStages * kStageBytes;
+  static constexpr bool kDirect = kKeysFromGlobal && kAlone && !General;
+  static constexpr int kValueBytes = KeyGroups * Frags::kPanelBytes, kKeyBytes = kDirect ? 0 : kValueBytes;
+  static constexpr int kStageBytes = kKeyBytes + kValueBytes, kBytes = kStages * kStageBytes;
   static constexpr int kElems = Fp8 && !General ? 16 : 8;  // of a line on its way
 
   ATTN_MEMBER Stager(const AttendParams& p, const WorkItem& item, Shared shared, Keys keys)
@@ -93,8 +94,10 @@ class Stager {
     const uint64_t bits = uint64_t(places * size_) | reinterpret_cast<uint64_t>(p.k) | reinterpret_cast<uint64_t>(p.v);
     aligned_ = bits % 16 == 0;
     pages_.look(token(next_), end_);
-    ATTN_UNROLL
-    for (int s = 0; s + 1 < kStages; s++) start(s);
+    if constexpr (kAsync) {
+      ATTN_UNROLL
+      for (int s = 0; s + 1 < kStages; s++) start(s);
+    }
     if constexpr (kAhead) fetch();
   }
 
@@ -125,10 +128,14 @@ class Stager {
     return (k / n * (kWave / 16) + lane_index() / 16) * n + k % n;
   }
   ATTN_MEMBER Line key_line(int k) const { return widened(now_[k / (kElems / 8)], k % (kElems / 8)); }
+  // Which keys a wave works on, and among the waves of those keys which rows.
+  ATTN_MEMBER static int key_group() { return KeyGroups == 1 ? 0 : wave_index() % KeyGroups; }
+  ATTN_MEMBER static int row_group() { return kAlone ? 0 : wave_index() / KeyGroups; }
+
   ATTN_MEMBER Shared keys() const { return panel(kAsync ? stage_ : 0); }
   ATTN_MEMBER Shared values() const { return keys() + kKeyBytes; }
   ATTN_MEMBER void join() const {
-    if constexpr (SplitKeys) wave_barrier();
+    if constexpr (kAlone) wave_barrier();
     else barrier();
   }
 
@@ -141,31 +148,31 @@ class Stager {
 
   ATTN_MEMBER static int line() { return lane_index() % kLines; }
   ATTN_MEMBER static int row() { return lane_index() / kLines * kRows; }
-  ATTN_MEMBER static int token(int kv) { return kv + wave_index() * kWaveKeys + lane_index() % kWaveKeys; }
-  ATTN_MEMBER static int panel_row() { return (SplitKeys ? 0 : wave_index() * kWaveKeys) + row(); }
+  ATTN_MEMBER static int token(int kv) { return kv + wave_key() + lane_index() % kWaveKeys; }
+  ATTN_MEMBER static int panel_row() { return row_group() * kWaveKeys + row(); }
   ATTN_MEMBER Shared panel(int stage) const {
-    return shared_ + stage * kStageBytes + (SplitKeys ? wave_index() * Frags::kPanelBytes : 0);
+    return shared_ + stage * kStageBytes + key_group() * Frags::kPanelBytes;
   }
 
-  // The page and slot that this lane looked up for the wave's next step; looks the one after it up.
+  // The first key of a step that this wave moves.
+  ATTN_MEMBER static int wave_key() { return key_group() * kPanelKeys + row_group() * kWaveKeys; }
+  ATTN_MEMBER bool exists(int row) const { return next_ + wave_key() + row < end_; }
+
+  // Where the token of the next step that this lane looked up is in k and v, in bytes; looks up the one after it.
   struct Spot {
-    int page, slot;
+    int64_t k, v;
   };
   ATTN_MEMBER Spot next_spot() {
-    const Spot spot = {pages_.page, pages_.slot};
+    const int64_t page = pages_.page, slot = pages_.slot;
     pages_.look(token(next_ + kKeys), end_);
-    return spot;
+    return {(page * p_.k_stride_page + slot * p_.k_stride_token) * size_,
+            (page * p_.v_stride_page + slot * p_.v_stride_token) * size_};
   }
   ATTN_MEMBER static Spot of_row(Spot spot, int i) {
-    return {from_lane(spot.page, row() + i), from_lane(spot.slot, row() + i)};
+    return {from_lane(spot.k, row() + i), from_lane(spot.v, row() + i)};
   }
-  ATTN_MEMBER const char* key_at(Spot spot, int line) const {
-    return k_ + (spot.page * p_.k_stride_page + spot.slot * p_.k_stride_token + line * kElems) * size_;
-  }
-  ATTN_MEMBER const char* value_at(Spot spot, int line) const {
-    return v_ + (spot.page * p_.v_stride_page + spot.slot * p_.v_stride_token + line * kElems) * size_;
-  }
-  ATTN_MEMBER bool exists(int row) const { return next_ + wave_index() * kWaveKeys + row < end_; }
+  ATTN_MEMBER const char* key_at(Spot spot, int line) const { return k_ + spot.k + line * kElems * size_; }
+  ATTN_MEMBER const char* value_at(Spot spot, int line) const { return v_ + spot.v + line * kElems * size_; }
 
   ATTN_MEMBER void start(int stage) {
     const Shared keys = panel(stage), values = keys + kKeyBytes;
@@ -175,8 +182,8 @@ class Stager {
       const Spot at = of_row(spot, i);
       const bool real = exists(row() + i);
       if (aligned_) {
-        copy_line(keys + Frags::KeyPanel::at(panel_row() + i, line()), real ? key_at(at, line()) : k_, real);
-        copy_line(values + Frags::ValuePanel::at(panel_row() + i, line()), real ? value_at(at, line()) : v_, real);
+        copy_line(keys + Frags::KeyPanel::at(panel_row() + i, line()), key_at(at, line()), real);
+        copy_line(values + Frags::ValuePanel::at(panel_row() + i, line()), value_at(at, line()), real);
       } else {
         const Line key[1] = {load_elements(key_at(at, line()), real ? kElems : 0, size_)};
         const Line value[1] = {load_elements(value_at(at, line()), real ? kElems : 0, size_)};

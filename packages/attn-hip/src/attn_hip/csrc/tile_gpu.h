@@ -1,8 +1,9 @@
 // GPU tile: a block of Waves waves over steps of keys staged in shared memory.
 //
-//   rows split   16 * Blocks packed rows for each wave, all keys of a step for all: prefill and long verify;
-//   keys split   16 packed rows for all waves, each with keys of its own and joined at the end: decode, where reading
-//                the cache is all that counts and no wave should wait for another.
+// Waves share the work in two ways. KeyGroups groups of them each take a share of the keys of a step; what they find is
+// joined at the end. The waves of a group take 16 * Blocks packed rows each.
+//   KeyGroups = Waves   decode, where reading the cache is all that counts and no wave should wait for another
+//   KeyGroups = 1       prefill
 //
 // General: any features and any head dims up to D; else head dims are D, and position and mask kMaskNone or causal.
 #pragma once
@@ -13,21 +14,22 @@
 
 namespace attn {
 
-template <class E, int D, int Blocks, int Waves, bool SplitKeys, bool General, bool Fp8>
+template <class E, int D, int Blocks, int Waves, int KeyGroups, bool General, bool Fp8>
 class GpuTile {
-  using Stage = Stager<E, D, Waves, SplitKeys, General, Fp8>;
+  using Stage = Stager<E, D, Waves, KeyGroups, General, Fp8>;
   using Frags = typename Stage::Frags;
   static constexpr int kScoreCols = Stage::kPanelKeys / 16, kQueryFrags = D / Frags::kKeyDepth;
   // Fragments of q stay in registers, or are read from shared memory at every step.
   static constexpr bool kKeepsQuery = !kHasAsyncCopy || (Blocks == 1 && D <= 128);
-  static constexpr int kQueryBytes = Waves * Blocks * 16 * D * 2;
+  static constexpr int kQueryPanels = kKeepsQuery ? Waves : Waves / KeyGroups;
+  static constexpr int kQueryBytes = kQueryPanels * Blocks * 16 * D * 2;
   // On its way to registers q passes through the memory of the last step, which is not in use yet.
   static constexpr int kQueryAt = kKeepsQuery ? Stage::kBytes - Stage::kStageBytes : Stage::kBytes;
-  static constexpr int kJoinBytes = SplitKeys ? Waves / 2 * 16 * D * 4 : 0;
+  static constexpr int kJoinBytes = KeyGroups > 1 ? Waves / 2 * Blocks * 16 * D * 4 : 0;
 
  public:
   static constexpr int kKeys = Stage::kKeys, kRows = Blocks * kFragRows, kThreads = Waves * kWave;
-  static constexpr int kHeight = 16 * Blocks * (SplitKeys ? 1 : Waves);
+  static constexpr int kHeight = 16 * Blocks * Waves / KeyGroups;
   static constexpr int kSharedBytes = most_of(most_of(Stage::kBytes, kQueryAt + kQueryBytes), kJoinBytes);
   static constexpr bool kPlain = !General, kFolds = true;
   using Row = float;
@@ -68,7 +70,7 @@ class GpuTile {
   ATTN_MEMBER static float pick(bool which, float yes, float no) { return which ? yes : no; }
   ATTN_MEMBER static float to_float(int x) { return float(x); }
   ATTN_MEMBER static int key(int kv, int c) {
-    return kv + (SplitKeys ? wave_index() * Stage::kWaveKeys : 0) + c / kFragCols * 16 + frag_col(c % kFragCols);
+    return kv + Stage::key_group() * Stage::kPanelKeys + c / kFragCols * 16 + frag_col(c % kFragCols);
   }
   ATTN_MEMBER static bool within(int key, int begin, int end) { return key >= begin && key < end; }
   ATTN_MEMBER static bool mask_bits(const uint8_t* bits, const Rows& rows, int query, int key) {
@@ -84,7 +86,7 @@ class GpuTile {
   ATTN_MEMBER Unit& unit(int, int) { return unit_; }
 
   ATTN_MEMBER void open(const AttendParams& p, const WorkItem& item, const Rows& rows) {
-    first_ = rows.first + (SplitKeys ? 0 : wave_index() * 16 * Blocks);
+    first_ = rows.first + Stage::row_group() * 16 * Blocks;
     last_ = rows.first + rows.count - 1;
     RowFacts<GpuTile>& facts = unit_.facts;
     ATTN_UNROLL
@@ -164,9 +166,9 @@ class GpuTile {
 
   ATTN_MEMBER void close(float scale) {
     const float left = scale_left<GpuTile>(p_, logit_scale(p_));
-    if constexpr (SplitKeys) {
-      join_waves(left);
-      if (wave_index() != 0) return;
+    if constexpr (KeyGroups > 1) {
+      join_groups(left);
+      if (Stage::key_group() != 0) return;
     }
     ATTN_UNROLL
     for (int r = 0; r < kRows; r++) {
@@ -189,7 +191,8 @@ class GpuTile {
     return least(first_ + r / kFragRows * 16 + frag_row(r % kFragRows), last_);
   }
   ATTN_MEMBER Shared queries() const {
-    return shared_ + kQueryAt + wave_index() * (Blocks * 16 * D * 2);
+    const int panel = kKeepsQuery ? wave_index() : Stage::row_group();
+    return shared_ + kQueryAt + panel * (Blocks * 16 * D * 2);
   }
 
   // An element of a query head, rotated where RoPE asks for it; 0 behind its last dim.
@@ -223,15 +226,17 @@ class GpuTile {
   // Into shared memory line by line, and from there in the order of the product.
   ATTN_MEMBER void load_query() {
     constexpr int lines = Blocks * 16 * (D / 8);
-    if constexpr (General) {
-      ATTN_ROLL
-      for (int i = lane_index(); i < lines; i += kWave) put_query(i);
-    } else {
-      ATTN_UNROLL
-      for (int i = 0; i < lines / kWave; i++) put_query(lane_index() + i * kWave);
+    if (kKeepsQuery || Stage::key_group() == 0) {
+      if constexpr (General) {
+        ATTN_ROLL
+        for (int i = lane_index(); i < lines; i += kWave) put_query(i);
+      } else {
+        ATTN_UNROLL
+        for (int i = 0; i < lines / kWave; i++) put_query(lane_index() + i * kWave);
+      }
     }
-    wave_barrier();
     if constexpr (kKeepsQuery) {
+      wave_barrier();
       ATTN_UNROLL
       for (int b = 0; b < Blocks; b++) {
         ATTN_UNROLL
@@ -241,6 +246,8 @@ class GpuTile {
         }
       }
       stage_.join();
+    } else {
+      barrier();
     }
   }
   ATTN_MEMBER void put_query(int i) {
@@ -251,9 +258,8 @@ class GpuTile {
 
   ATTN_MEMBER void rotate_keys() const {
     const int half = p_.head_dim_qk / 2;
-    const int first = kv_ + (SplitKeys ? wave_index() * Stage::kWaveKeys : 0);
-    const int threads = SplitKeys ? kWave : kThreads;
-    for (int i = SplitKeys ? lane_index() : thread_index(); i < Stage::kPanelKeys * half; i += threads) {
+    const int first = kv_ + Stage::key_group() * Stage::kPanelKeys, threads = kThreads / KeyGroups;
+    for (int i = Stage::row_group() * kWave + lane_index(); i < Stage::kPanelKeys * half; i += threads) {
       const int t = i / half, d = i - t * half;
       const float turn = turn_of(p_.rope_turns[d], first + t), cosine = cos_turn(turn), sine = sin_turn(turn);
       const Shared at = stage_.keys() + Frags::KeyPanel::at(t, d / 8) + d % 8 * 2;
@@ -275,15 +281,19 @@ class GpuTile {
     }
   }
 
-  // Sums what the waves found for the same rows into wave 0, by halves.
-  ATTN_MEMBER void join_waves(float left) {
+  // Sums what the groups found for the same rows into the first group, by halves.
+  ATTN_MEMBER void join_groups(float left) {
     stage_.finish();
     RowState<GpuTile>& state = unit_.state;
+    // Place of the state of a row of block r that group g found.
+    const auto place = [](int g, int r) {
+      return (((Stage::row_group() * KeyGroups + g) * Blocks + r / kFragRows) * 16 + frag_row(r % kFragRows)) * 2;
+    };
     ATTN_UNROLL
     for (int r = 0; r < kRows; r++) {
       if (frag_col(0) != 0) continue;
-      write_float((wave_index() * 16 + frag_row(r)) * 2, state.top[r]);
-      write_float((wave_index() * 16 + frag_row(r)) * 2 + 1, state.sum[r]);
+      write_float(place(Stage::key_group(), r), state.top[r]);
+      write_float(place(Stage::key_group(), r) + 1, state.sum[r]);
     }
     barrier();
     float by[kRows];
@@ -291,34 +301,38 @@ class GpuTile {
     for (int r = 0; r < kRows; r++) {
       float top = -kInfinity, sum = 0.f;
       ATTN_UNROLL
-      for (int w = 0; w < Waves; w++) top = max(top, read_float((w * 16 + frag_row(r)) * 2));
+      for (int g = 0; g < KeyGroups; g++) top = max(top, read_float(place(g, r)));
       const float base = top == -kInfinity ? 0.f : top;
       ATTN_UNROLL
-      for (int w = 0; w < Waves; w++)
-        sum += read_float((w * 16 + frag_row(r)) * 2 + 1) *
-               exp2_scaled(read_float((w * 16 + frag_row(r)) * 2), base, left);
+      for (int g = 0; g < KeyGroups; g++)
+        sum += read_float(place(g, r) + 1) * exp2_scaled(read_float(place(g, r)), base, left);
       by[r] = exp2_scaled(state.top[r], base, left);
       state.top[r] = top, state.sum[r] = sum;
     }
     scale_out(unit_, by);
-    constexpr int each = D / 16 * kFragRows * kFragCols * kWave;
-    for (int half = Waves / 2; half > 0; half /= 2) {
+    for (int half = KeyGroups / 2; half > 0; half /= 2) {
+      const int group = Stage::key_group();
       barrier();
-      if (wave_index() >= half && wave_index() < 2 * half)
-        each_out([&](int i, float x) { write_float((wave_index() - half) * each + i * kWave + lane_index(), x); });
+      if (group >= half && group < 2 * half)
+        each_out(group - half, half, [&](int at, float x) { write_float(at, x); });
       barrier();
-      if (wave_index() < half)
-        each_out([&](int i, float& x) { x += read_float(wave_index() * each + i * kWave + lane_index()); });
+      if (group < half) each_out(group, half, [&](int at, float& x) { x += read_float(at); });
     }
   }
 
+  // Calls visit(place, element) for every element of the output; `slot` of `slots` places for each row group.
   template <class Visit>
-  ATTN_MEMBER void each_out(Visit visit) {
+  ATTN_MEMBER void each_out(int slot, int slots, Visit visit) {
+    constexpr int elements = kFragRows * kFragCols, each = Blocks * (D / 16) * elements;
+    const int first = (Stage::row_group() * slots + slot) * each * kWave + lane_index();
     ATTN_UNROLL
-    for (int i = 0; i < D / 16; i++) {
+    for (int b = 0; b < Blocks; b++) {
       ATTN_UNROLL
-      for (int e = 0; e < kFragRows * kFragCols; e++)
-        visit(i * (kFragRows * kFragCols) + e, unit_.out[0][i].x[e]);
+      for (int i = 0; i < D / 16; i++) {
+        ATTN_UNROLL
+        for (int e = 0; e < elements; e++)
+          visit(first + ((b * (D / 16) + i) * elements + e) * kWave, unit_.out[b][i].x[e]);
+      }
     }
   }
   ATTN_MEMBER float read_float(int i) const { return bits_as<float>(read_word(shared_ + 4 * i)); }
