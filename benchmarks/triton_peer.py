@@ -1,6 +1,6 @@
 """A plain split-KV paged decode in Triton: what a kernel costs that is written in an afternoon."""
 # ruff: noqa: ANN001, ANN202
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,import-untyped,no-any-return,untyped-decorator"
+# mypy: ignore-errors
 
 from __future__ import annotations
 

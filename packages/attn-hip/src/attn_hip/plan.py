@@ -23,7 +23,9 @@ _UNLIMITED = -1
 _DECODES = (Op.DECODE, Op.VERIFY)
 _CPU_MIN_CHUNK = 512
 _GPU_KV_TILE, _GPU_FINE = 64, 16
-_GPU_MIN_CHUNK = {16: 128, 64: 256, 128: 256}
+_GPU_MIN_CHUNK = {16: 128, 32: 128, 64: 256, 128: 256}
+_GPU_BLOCKS = 2
+"""Blocks that a compute unit runs side by side."""
 _INVARIANT_TILE = 64
 """Tiles of other heights add a row's keys up in another order: the rest of the batch may not choose."""
 _PACKED_ROWS = 16
@@ -107,7 +109,7 @@ def _cut(native: Any, query: Query, batch: HostBatch, style: Style) -> _Cut:
     problem, graph = query.problem, query.graph
     slot_bytes = 4 * style.tile_q * (problem.head_dim_vo + 1)
     slots = _UNLIMITED if query.workspace_bytes is None else query.workspace_bytes // slot_bytes
-    how = _input(native, problem, style, max(1, query.target.num_cus), slots)
+    how = _input(native, problem, style, _workers(query), slots)
     made = how.plan(batch.qo_indptr.data_ptr(), batch.kv_len.data_ptr(), query.batch.batch_size)
     if graph is None:
         sizes = (made.num_items, made.num_merges, made.num_slots)
@@ -115,6 +117,11 @@ def _cut(native: Any, query: Query, batch: HostBatch, style: Style) -> _Cut:
         sizes = how.capacity(*_bounds(problem, graph))
     image = _image(native, made, sizes[0], sizes[1], padded=graph is not None)
     return _Cut(*sizes, image, sizes[2] * slot_bytes)
+
+
+def _workers(query: Query) -> int:
+    target = query.target
+    return max(1, target.num_cus) * (1 if target.kind == "cpu" else _GPU_BLOCKS)
 
 
 def style_of(native: Any, query: Query) -> Style:
@@ -143,8 +150,8 @@ def style_of(native: Any, query: Query) -> Style:
 
 
 def _fitting(tile: int, built: tuple[int, ...]) -> int:
-    """Return the tallest tile that is built and not taller than wanted, else the least."""
-    return max((t for t in built if t <= tile), default=min(built))
+    """Return the least tile that is built and not lower than wanted, else the tallest."""
+    return min((t for t in built if t >= tile), default=max(built))
 
 
 def _rows(query: Query) -> tuple[int, int, int]:

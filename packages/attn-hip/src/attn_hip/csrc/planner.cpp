@@ -12,10 +12,11 @@ namespace {
 // Items per worker when nothing else bounds the chunk: the last round, where workers run dry, is then short. Fewer
 // where short chunks are balanced one by one.
 int64_t items_per_worker(const PlanInput& in) { return in.fine ? 6 : 8; }
-// With so few items that a chunk cannot be much shorter than a worker's share, chunks of these parts of the share are
-// tried. More tiles than that are not worth the trying.
-constexpr double kShares[] = {1.0, 1.05, 1.1, 1.15, 1.2, 1.35, 1.5, 0.8, 0.7, 0.65, 0.6, 0.55, 0.5, 0.45, 0.4, 1.0 / 3};
+// Chunks of these parts of a worker's share are tried. More tiles than that are not worth the trying.
+constexpr double kShares[] = {1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 0.8, 0.7, 0.6, 0.55, 0.5, 0.45, 0.4, 1.0 / 3, 0.25, 0.2};
 constexpr size_t kMostTried = 512;
+// What an item costs before its first key, and a second launch that joins partials, in keys of an item.
+constexpr int64_t kStart = 96, kJoin = 160;
 // Fewer items than this per worker: give an item fewer heads instead.
 constexpr int64_t kEnoughPerWorker = 4;
 constexpr int64_t kWhole = std::numeric_limits<int32_t>::max();  // a chunk that no request exceeds
@@ -102,7 +103,7 @@ class Cutter {
     if (in_.split != kSplitAuto) return std::min(in_.split, kWhole);
     const int64_t even = ceil_div(tokens_ * groups(heads), items_per_worker(in_) * in_.workers);
     const int64_t c = rounded(std::max<int64_t>(even, in_.min_chunk));
-    return in_.fine && c <= 3 * in_.min_chunk ? balanced(c, groups(heads)) : c;
+    return in_.fine ? balanced(c, groups(heads)) : c;
   }
 
   // The chunk that keeps `workers` busiest, by replaying what the sorted items would do.
@@ -110,6 +111,7 @@ class Cutter {
     std::vector<int64_t> sizes;
     tiles_.each([&](int, int64_t, const Span& span) { sizes.push_back(span.size()); });
     if (sizes.size() > kMostTried) return otherwise;
+    std::sort(sizes.begin(), sizes.end(), std::greater<>());
     const double share = double(tokens_ * groups) / in_.workers;
     int64_t best = otherwise, least = makespan(sizes, groups, otherwise);
     for (const double part : kShares) {
@@ -121,35 +123,40 @@ class Cutter {
     return best;
   }
 
-  // Keys that the busiest worker takes when items go, longest first, to whoever is free.
+  // Keys' worth of the busiest worker's time when items go, longest first, to whoever is free. Sizes come sorted.
   int64_t makespan(const std::vector<int64_t>& sizes, int64_t groups, int64_t c) const {
+    struct Rest {
+      int64_t size, count;
+    };
     int64_t whole = 0;
-    std::vector<int64_t> rest;
+    std::vector<Rest> rest;
     for (const int64_t size : sizes) {
       whole += size / c * groups;
-      if (size % c) rest.push_back(size % c);
+      if (size % c == 0) continue;
+      if (!rest.empty() && rest.back().size == size % c) rest.back().count += groups;
+      else rest.push_back({size % c, groups});
     }
-    std::sort(rest.begin(), rest.end(), std::greater<>());
+    std::sort(rest.begin(), rest.end(), [](const Rest& a, const Rest& b) { return a.size > b.size; });
     struct Workers {
       int64_t busy, count;
       bool operator<(const Workers& other) const { return busy > other.busy; }  // the least busy on top
     };
     std::priority_queue<Workers> workers;
     const int64_t rounds = whole / in_.workers, more = whole % in_.workers;
-    workers.push({rounds * c, in_.workers - more});
-    if (more) workers.push({(rounds + 1) * c, more});
-    int64_t most = (rounds + (more > 0)) * c;
-    for (const int64_t size : rest)
-      for (int64_t left = groups; left > 0;) {
+    workers.push({rounds * (c + kStart), in_.workers - more});
+    if (more) workers.push({(rounds + 1) * (c + kStart), more});
+    int64_t most = (rounds + (more > 0)) * (c + kStart);
+    for (const Rest& run : rest)
+      for (int64_t left = run.count; left > 0;) {
         const Workers free = workers.top();
         workers.pop();
         const int64_t taken = std::min(free.count, left);
         if (free.count > taken) workers.push({free.busy, free.count - taken});
-        workers.push({free.busy + size, taken});
-        most = std::max(most, free.busy + size);
+        workers.push({free.busy + run.size + kStart, taken});
+        most = std::max(most, free.busy + run.size + kStart);
         left -= taken;
       }
-    return most;
+    return !sizes.empty() && sizes.front() > c ? most + kJoin : most;
   }
 
   int64_t rounded(int64_t c) const { return std::min(ceil_div(c, in_.kv_tile) * in_.kv_tile, kWhole); }
@@ -278,7 +285,7 @@ int cta_tile_q(int64_t total_q, int64_t batch, int64_t q_len, int group, bool ca
   if (q_len >= 0) rows = q_len * group;
   else if (captured) rows = (total_q - batch + 1) * group;
   else if (batch > 0) rows = total_q * group / batch;
-  return rows <= 16 ? 16 : (rows < kLongRows ? 64 : 128);
+  return rows <= 16 ? 16 : rows <= 32 ? 32 : rows < kLongRows ? 64 : 128;
 }
 
 }  // namespace attn

@@ -63,7 +63,8 @@ struct Capacity {
 // Uses the scalars of `in` only. Slots are cut to in.max_slots unless the split is fixed.
 Capacity capacity_of(const PlanInput& in, const PlanLimits& limits);
 
-// Height of the tile of a GPU, in packed rows (query rows x gqa_group_size): 16, 64 or, for 256 rows and more, 128.
+// Height of the tile of a GPU, in packed rows (query rows x gqa_group_size): 16, 32, 64 or, for 256 rows
+// and more, 128.
 // The rows of a request are
 //   q_len >= 0               q_len of each: exact, also under capture
 //   eager, unlike requests   the mean
