@@ -195,6 +195,7 @@ def wrapped(library: Any, batch: Batch, **how: Any) -> Call:
 
 def replayed(run: Call, out: torch.Tensor) -> Call:
     """Capture a call and return its replay."""
+    torch.cuda.synchronize()  # the plan's arrays are on their way
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(side):
         run()

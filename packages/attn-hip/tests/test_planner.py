@@ -154,13 +154,13 @@ def test_more_items_than_can_be_numbered_are_refused(native: Any) -> None:
         plan(native, Asked((1,) * 64, (2_000_000,) * 64, num_kv_heads=1, split=1))
 
 
-# The tile of a GPU: 16 up to 16 packed rows, 128 from 256 on, else 64. Unlike requests count by their mean,
+# The tile of a GPU: 16 up to 16 packed rows, 32 up to 32, 128 from 256 on, else 64. Unlike requests count by their mean,
 # captured ones by the longest that fits.
 @pytest.mark.parametrize(
     ("batch", "q_len", "group", "captured", "tile"),
     [
-        (4, 4, 4, False, 16), (4, 4, 4, True, 16), (4, 5, 4, False, 64), (4, 5, 4, True, 64),
-        (4, 1, 16, True, 16), (4, 1, 17, True, 64), (64, 2, 8, True, 16), (4, 0, 4, False, 16),
+        (4, 4, 4, False, 16), (4, 4, 4, True, 16), (4, 5, 4, False, 32), (4, 5, 4, True, 32),
+        (4, 1, 16, True, 16), (4, 1, 17, True, 32), (64, 2, 8, True, 16), (4, 0, 4, False, 16),
         (4, 63, 4, False, 64), (4, 63, 4, True, 64), (4, 64, 4, False, 128), (4, 64, 4, True, 128),
     ],
 )  # fmt: skip
@@ -176,9 +176,9 @@ def test_tile_of_equal_requests_is_the_same_under_capture(
         (16, 4, 4, False, 16),
         (16, 4, 4, True, 64),  # one request may have 13 rows: 52 packed
         (4, 4, 4, True, 16),  # a row each: nobody can have more
-        (8, 4, 4, True, 64), (6, 3, 4, True, 16), (5, 2, 4, True, 16), (6, 2, 4, True, 64),
+        (8, 4, 4, True, 32), (6, 3, 4, True, 16), (5, 2, 4, True, 16), (6, 2, 4, True, 32),
         (255, 4, 4, False, 64), (256, 4, 4, False, 128), (66, 3, 4, True, 128), (65, 3, 4, True, 64),
-        (19, 4, 4, False, 64), (18, 4, 4, False, 64), (17, 4, 4, False, 64), (0, 0, 4, False, 16),
+        (19, 4, 4, False, 32), (18, 4, 4, False, 32), (17, 4, 4, False, 32), (0, 0, 4, False, 16),
     ],
 )  # fmt: skip
 def test_tile_of_unlike_requests(

@@ -23,7 +23,7 @@ ATTN_DEVICE void attend(const AttendParams& p, const WorkItem& item, T& tile) {
         typename T::Unit& unit = tile.unit(h, u);
         if (!sees_any(unit.facts, kv, n)) continue;
         typename T::Scores s = tile.scores(unit, kv);  // q k^T
-        finish_logits<T>(p, rows, unit.facts, s, kv, scale);
+        finish_logits<T>(T::late(p), rows, unit.facts, s, kv, scale);
         typename T::Row fade[T::kRows];
         soften<T>(unit.state, s, fade, left);
         tile.accumulate(unit, fade, s);  // out = out * fade + weights v

@@ -9,7 +9,7 @@
 namespace attn {
 
 constexpr int kWave = 64, kFragRows = 1, kFragCols = 4;
-constexpr bool kHasAsyncCopy = false, kKeysFromGlobal = true, kQueryInShared = false;
+constexpr bool kHasAsyncCopy = false, kKeysFromGlobal = true, kLoadsAnywhere = true;
 #if defined(__gfx950__)
 constexpr bool kDeep = true;  // products of depth 32
 constexpr int kNativeFp8 = kFloat8E4M3FN;
@@ -34,6 +34,12 @@ typedef __attribute__((address_space(3))) char* Shared;
 template <class T>
 using SharedOf = __attribute__((address_space(3))) T*;
 
+// The kernel's argument, of which AttendParams is the front, as the compiler has not seen it yet.
+ATTN_DEVICE const AttendParams& argument_again(const AttendParams&) {
+  auto* at = (const __attribute__((address_space(4))) AttendParams*)__builtin_amdgcn_kernarg_segment_ptr();
+  asm("" : "+s"(at));
+  return *(const AttendParams*)at;
+}
 ATTN_DEVICE int thread_index() { return __builtin_amdgcn_workitem_id_x(); }
 ATTN_DEVICE int block_index() { return __builtin_amdgcn_workgroup_id_x(); }
 ATTN_DEVICE int lane_index() { return thread_index() & 63; }
@@ -183,7 +189,9 @@ struct ColumnPanel {
   // Dim n * 8 + d. The formula keeps what differs between the dims of a lane in constants as far as it can.
   ATTN_MEMBER static int at(int key, int n, int d) {
     const int place = n * 8 + (d ^ (n & 3));
-    const int mix = kFours == 4 ? (n & 1) * 2 : kFours == 8 ? ((n & 1) * 4 + (d >> 1)) ^ n >> 1 : ((n & 1) * 8 + d) ^ n >> 1;
+    const int mix = kFours == 4   ? (n & 1) * 2
+                    : kFours == 8 ? ((n & 1) * 4 + (d >> 1)) ^ n >> 1
+                                  : ((n & 1) * 8 + d) ^ n >> 1;
     return (place * kFours + ((key >> 2) ^ (mix & (kFours - 1)))) * 8 + (key & 3) * 2;
   }
 };
@@ -255,9 +263,16 @@ struct Fragments {
   }
 };
 
-ATTN_DEVICE Line load_line(const void* from) { return bits_as<Line>(*global(static_cast<const Words4*>(from))); }
+// From any address.
+ATTN_DEVICE Line load_line(const void* from) {
+  typedef __attribute__((ext_vector_type(4), aligned(1))) uint32_t Anywhere;
+  return bits_as<Line>(Words4(*global(static_cast<const Anywhere*>(from))));
+}
 ATTN_DEVICE void store_line(void* to, const Line& x) { *global(static_cast<Words4*>(to)) = bits_as<Words4>(x); }
-ATTN_DEVICE uint32_t load_word(const void* from) { return *global(static_cast<const uint32_t*>(from)); }
+ATTN_DEVICE uint32_t load_word(const void* from) {
+  typedef __attribute__((aligned(1))) uint32_t Anywhere;
+  return *global(static_cast<const Anywhere*>(from));
+}
 ATTN_DEVICE uint32_t read_word(Shared at) { return *(SharedOf<uint32_t>)at; }
 ATTN_DEVICE void write_word(Shared at, uint32_t x) { *(SharedOf<uint32_t>)at = x; }
 ATTN_DEVICE uint16_t read_element(Shared at) { return *(SharedOf<uint16_t>)at; }

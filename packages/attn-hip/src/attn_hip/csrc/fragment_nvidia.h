@@ -6,13 +6,15 @@
 namespace attn {
 
 constexpr int kWave = 32, kFragRows = 2, kFragCols = 4;
-constexpr bool kHasAsyncCopy = true, kKeysFromGlobal = false, kQueryInShared = true;
+constexpr bool kHasAsyncCopy = true, kKeysFromGlobal = false, kLoadsAnywhere = false;
 
 struct alignas(16) Line {  // 16 bytes, eight elements
   uint32_t x[4];
 };
 using Shared = char*;
 
+// Parameters lie in memory that every instruction reads at no cost.
+ATTN_DEVICE const AttendParams& argument_again(const AttendParams& p) { return p; }
 ATTN_DEVICE int thread_index() { return threadIdx.x; }
 ATTN_DEVICE int block_index() { return blockIdx.x; }
 ATTN_DEVICE int lane_index() { return threadIdx.x & 31; }
@@ -179,6 +181,7 @@ struct Fragments {
   }
 };
 
+// From an address on 16 bytes.
 ATTN_DEVICE Line load_line(const void* from) { return *static_cast<const Line*>(from); }
 ATTN_DEVICE void store_line(void* to, const Line& x) { *static_cast<Line*>(to) = x; }
 ATTN_DEVICE uint32_t load_word(const void* from) { return *static_cast<const uint32_t*>(from); }

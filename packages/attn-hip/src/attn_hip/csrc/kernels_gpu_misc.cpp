@@ -42,7 +42,7 @@ struct WaveMerge {
         ATTN_UNROLL
         for (int j = 0; j < kDims; j++) {
           const int d = lane_index() + j * kWave;
-          if (d < p.head_dim_vo) row[j] = multiply_add(share, share != 0.f ? global(out)[d] : 0.f, row[j]);
+          if (d < p.head_dim_vo) row[j] = multiply_add(share, global(out)[d], row[j]);
         }
       }
     }

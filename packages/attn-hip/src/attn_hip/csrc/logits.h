@@ -68,7 +68,7 @@ ATTN_DEVICE void finish_logits(const AttendParams& p, const Rows& rows, const Ro
       }
     }
     if (masked) {
-      const uint8_t* bits = p.custom_mask + p.mask_indptr[rows.request];
+      const uint8_t* bits = p.custom_mask + global(p.mask_indptr)[rows.request];
       ATTN_UNROLL_LANE
       for (int c = 0; c < s.cols(); c++) {
         const auto seen = T::mask_bits(bits, rows, facts.query[r], T::key(kv, c));

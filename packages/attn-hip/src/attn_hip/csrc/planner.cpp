@@ -13,9 +13,11 @@ namespace {
 // where short chunks are balanced one by one.
 int64_t items_per_worker(const PlanInput& in) { return in.fine ? 6 : 8; }
 // Chunks of these parts of a worker's share are tried. More tiles than that are not worth the trying.
-constexpr double kShares[] = {1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 0.8, 0.7, 0.6, 0.55, 0.5, 0.45, 0.4, 1.0 / 3, 0.25, 0.2};
+constexpr double kShares[] = {1.0,  1.05, 1.1, 1.15, 1.2, 1.35,    1.5,  0.8, 0.7,
+                            0.65, 0.6,  0.55, 0.5, 0.45, 0.4, 1.0 / 3, 0.25, 0.2};
 constexpr size_t kMostTried = 512;
-// What an item costs before its first key, and a second launch that joins partials, in keys of an item.
+// What an item costs before its first key, and a second launch that joins partials, in keys of an item. Where chunks
+// are as short as they may be, only balance counts.
 constexpr int64_t kStart = 96, kJoin = 160;
 // Fewer items than this per worker: give an item fewer heads instead.
 constexpr int64_t kEnoughPerWorker = 4;
@@ -66,6 +68,10 @@ struct Tiles {
 // Chunks of a grid of step c that a span touches; an empty one is taken as one chunk.
 int64_t chunks(const Span& span, int64_t c) { return span.size() ? (span.end - 1) / c - span.begin / c + 1 : 1; }
 
+struct Cost {
+  int64_t start, join;
+};
+
 struct Cut {
   int64_t chunk;
   int32_t heads;  // per item
@@ -103,28 +109,28 @@ class Cutter {
     if (in_.split != kSplitAuto) return std::min(in_.split, kWhole);
     const int64_t even = ceil_div(tokens_ * groups(heads), items_per_worker(in_) * in_.workers);
     const int64_t c = rounded(std::max<int64_t>(even, in_.min_chunk));
-    return in_.fine ? balanced(c, groups(heads)) : c;
+    return in_.fine ? balanced(c, groups(heads), c > 3 * in_.min_chunk ? Cost{kStart, kJoin} : Cost{0, 0}) : c;
   }
 
   // The chunk that keeps `workers` busiest, by replaying what the sorted items would do.
-  int64_t balanced(int64_t otherwise, int64_t groups) const {
+  int64_t balanced(int64_t otherwise, int64_t groups, Cost cost) const {
     std::vector<int64_t> sizes;
     tiles_.each([&](int, int64_t, const Span& span) { sizes.push_back(span.size()); });
     if (sizes.size() > kMostTried) return otherwise;
     std::sort(sizes.begin(), sizes.end(), std::greater<>());
     const double share = double(tokens_ * groups) / in_.workers;
-    int64_t best = otherwise, least = makespan(sizes, groups, otherwise);
+    int64_t best = otherwise, least = makespan(sizes, groups, otherwise, cost);
     for (const double part : kShares) {
       const int64_t c = std::max<int64_t>(ceil_div(int64_t(share * part), in_.fine) * in_.fine, in_.min_chunk);
       if (c == best) continue;
-      const int64_t span = makespan(sizes, groups, c);
+      const int64_t span = makespan(sizes, groups, c, cost);
       if (span < least) best = c, least = span;
     }
     return best;
   }
 
   // Keys' worth of the busiest worker's time when items go, longest first, to whoever is free. Sizes come sorted.
-  int64_t makespan(const std::vector<int64_t>& sizes, int64_t groups, int64_t c) const {
+  int64_t makespan(const std::vector<int64_t>& sizes, int64_t groups, int64_t c, Cost cost) const {
     struct Rest {
       int64_t size, count;
     };
@@ -143,20 +149,20 @@ class Cutter {
     };
     std::priority_queue<Workers> workers;
     const int64_t rounds = whole / in_.workers, more = whole % in_.workers;
-    workers.push({rounds * (c + kStart), in_.workers - more});
-    if (more) workers.push({(rounds + 1) * (c + kStart), more});
-    int64_t most = (rounds + (more > 0)) * (c + kStart);
+    workers.push({rounds * (c + cost.start), in_.workers - more});
+    if (more) workers.push({(rounds + 1) * (c + cost.start), more});
+    int64_t most = (rounds + (more > 0)) * (c + cost.start);
     for (const Rest& run : rest)
       for (int64_t left = run.count; left > 0;) {
         const Workers free = workers.top();
         workers.pop();
         const int64_t taken = std::min(free.count, left);
         if (free.count > taken) workers.push({free.busy, free.count - taken});
-        workers.push({free.busy + run.size + kStart, taken});
-        most = std::max(most, free.busy + run.size + kStart);
+        workers.push({free.busy + run.size + cost.start, taken});
+        most = std::max(most, free.busy + run.size + cost.start);
         left -= taken;
       }
-    return !sizes.empty() && sizes.front() > c ? most + kJoin : most;
+    return !sizes.empty() && sizes.front() > c ? most + cost.join : most;
   }
 
   int64_t rounded(int64_t c) const { return std::min(ceil_div(c, in_.kv_tile) * in_.kv_tile, kWhole); }

@@ -70,7 +70,7 @@ ATTN_DEVICE Place place_of(const AttendParams& p, int request, int token) {
   return {page * p.k_stride_page + slot * p.k_stride_token, page * p.v_stride_page + slot * p.v_stride_token};
 }
 
-ATTN_DEVICE float times(float x, const float* optional) { return optional ? x * *optional : x; }
+ATTN_DEVICE float times(float x, const float* optional) { return optional ? x * *global(optional) : x; }
 
 ATTN_DEVICE float logit_scale(const AttendParams& p) {
   return times(times(p.sm_scale * p.q_scale * p.k_scale, p.q_scale_ptr), p.k_scale_ptr);

@@ -76,7 +76,7 @@ class Stager {
   static constexpr int kKeys = Waves * kWaveKeys, kPanelKeys = kKeys / KeyGroups;
   using Frags = Fragments<E, D, kPanelKeys>;
   static constexpr bool kAsync = kHasAsyncCopy && !General && !Fp8;
-  static constexpr bool kAhead = !kAsync && (kHasAsyncCopy ? D < 256 : !kAlone);
+  static constexpr bool kAhead = !kAsync && (kHasAsyncCopy ? D < 256 : !kAlone && !(General && D == 256));
   static constexpr int kStages = !kAsync ? 1 : kAlone ? 3 : 2;
   // Keys go from the cache to where the product wants them, without a panel between.
   static constexpr bool kDirect = kKeysFromGlobal && kAlone && !General;
@@ -92,10 +92,10 @@ class Stager {
     const int64_t places = p.k_stride_page | p.k_stride_token | p.k_stride_head | p.v_stride_page | p.v_stride_token |
                            p.v_stride_head;
     const uint64_t bits = uint64_t(places * size_) | reinterpret_cast<uint64_t>(p.k) | reinterpret_cast<uint64_t>(p.v);
-    aligned_ = bits % 16 == 0;
+    aligned_ = kLoadsAnywhere || bits % 16 == 0;
     pages_.look(token(next_), end_);
     if constexpr (kAsync) {
-      ATTN_UNROLL
+      ATTN_ROLL
       for (int s = 0; s + 1 < kStages; s++) start(s);
     }
     if constexpr (kAhead) fetch();
@@ -154,6 +154,10 @@ class Stager {
     return shared_ + stage * kStageBytes + key_group() * Frags::kPanelBytes;
   }
 
+  ATTN_MEMBER const AttendParams& params() const {
+    if constexpr (General) return argument_again(p_);
+    else return p_;
+  }
   // The first key of a step that this wave moves.
   ATTN_MEMBER static int wave_key() { return key_group() * kPanelKeys + row_group() * kWaveKeys; }
   ATTN_MEMBER bool exists(int row) const { return next_ + wave_key() + row < end_; }
@@ -163,10 +167,11 @@ class Stager {
     int64_t k, v;
   };
   ATTN_MEMBER Spot next_spot() {
+    const AttendParams& p = params();
     const int64_t page = pages_.page, slot = pages_.slot;
     pages_.look(token(next_ + kKeys), end_);
-    return {(page * p_.k_stride_page + slot * p_.k_stride_token) * size_,
-            (page * p_.v_stride_page + slot * p_.v_stride_token) * size_};
+    return {(page * p.k_stride_page + slot * p.k_stride_token) * size_,
+            (page * p.v_stride_page + slot * p.v_stride_token) * size_};
   }
   ATTN_MEMBER static Spot of_row(Spot spot, int i) {
     return {from_lane(spot.k, row() + i), from_lane(spot.v, row() + i)};
@@ -177,16 +182,21 @@ class Stager {
   ATTN_MEMBER void start(int stage) {
     const Shared keys = panel(stage), values = keys + kKeyBytes;
     const Spot spot = next_spot();
-    ATTN_UNROLL
-    for (int i = 0; i < kRows; i++) {
-      const Spot at = of_row(spot, i);
-      const bool real = exists(row() + i);
-      if (aligned_) {
+    if (aligned_) {
+      ATTN_UNROLL
+      for (int i = 0; i < kRows; i++) {
+        const Spot at = of_row(spot, i);
+        const bool real = exists(row() + i);
         copy_line(keys + Frags::KeyPanel::at(panel_row() + i, line()), key_at(at, line()), real);
         copy_line(values + Frags::ValuePanel::at(panel_row() + i, line()), value_at(at, line()), real);
-      } else {
-        const Line key[1] = {load_elements(key_at(at, line()), real ? kElems : 0, size_)};
-        const Line value[1] = {load_elements(value_at(at, line()), real ? kElems : 0, size_)};
+      }
+    } else {
+      ATTN_ROLL
+      for (int i = 0; i < kRows; i++) {
+        const Spot at = of_row(spot, i);
+        const int n = exists(row() + i) ? kElems : 0;
+        const Line key[1] = {load_elements(key_at(at, line()), n, size_)};
+        const Line value[1] = {load_elements(value_at(at, line()), n, size_)};
         Frags::put_keys(keys, panel_row() + i, line(), key);
         Frags::put_values(values, panel_row() + i, line(), value);
       }
@@ -209,22 +219,22 @@ class Stager {
       ATTN_UNROLL
       for (int k = 0; k < kKeyLines; k++) {
         const int line = k * (kWave / 16) + lane_index() / 16;
-        key_[k] = load(key_at(spot, line), line, p_.head_dim_qk, exists(lane_index() % 16));
+        key_[k] = load(key_at(spot, line), line, params().head_dim_qk, exists(lane_index() % 16));
       }
     }
     ATTN_UNROLL
     for (int i = 0; i < kRows; i++) {
       const Spot at = of_row(spot, i);
       const bool real = exists(row() + i);
-      if constexpr (!kDirect) key_[i] = load(key_at(at, line()), line(), p_.head_dim_qk, real);
-      value_[i] = load(value_at(at, line()), line(), p_.head_dim_vo, real);
+      if constexpr (!kDirect) key_[i] = load(key_at(at, line()), line(), params().head_dim_qk, real);
+      value_[i] = load(value_at(at, line()), line(), params().head_dim_vo, real);
     }
     next_ += kKeys;
   }
 
   ATTN_MEMBER Line widened(const Line& x, int half) const {
     if (General ? size_ == 2 : !Fp8) return x;
-    return widen_line<E>(x.x[half * 2], x.x[half * 2 + 1], p_.kv_dtype == kFloat8E4M3FNUZ);
+    return widen_line<E>(x.x[half * 2], x.x[half * 2 + 1], params().kv_dtype == kFloat8E4M3FNUZ);
   }
 
   ATTN_MEMBER void put() {

@@ -220,6 +220,7 @@ class CpuTile {
  public:
   static constexpr int kKeys = Step;
   static constexpr bool kPlain = false, kFolds = false;
+  static const AttendParams& late(const AttendParams& p) { return p; }
 
   CpuTile(Arena arena) : arena_(arena) {}
   int heads() const { return item_->num_heads; }

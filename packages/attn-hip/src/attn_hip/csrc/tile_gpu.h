@@ -52,6 +52,11 @@ class GpuTile {
     FragC out[Blocks][D / 16];
   };
 
+  // Parameters that are used now and then: read anew, where holding them would cost registers.
+  ATTN_MEMBER static const AttendParams& late(const AttendParams& p) {
+    if constexpr (General) return argument_again(p);
+    else return p;
+  }
   ATTN_MEMBER static float row(float x) { return x; }
   ATTN_MEMBER static float elem(float x) { return x; }
   ATTN_MEMBER static float max(float a, float b) { return a > b ? a : b; }
@@ -96,7 +101,7 @@ class GpuTile {
       facts.query[r] = query, facts.begin[r] = seen.begin, facts.end[r] = least(seen.end, item.kv_end);
       facts.slope[r] = !General || p.position != kPositionAlibi
                            ? 0.f
-                           : p.alibi_slopes[item.kv_head * p.group + packed - query * p.group];
+                           : global(p.alibi_slopes)[item.kv_head * p.group + packed - query * p.group];
     }
     const Keys low = keys_of(p, rows, least(first_, last_) / p.group);
     const Keys high = keys_of(p, rows, least(first_ + 16 * Blocks - 1, last_) / p.group);
@@ -116,7 +121,7 @@ class GpuTile {
 
   ATTN_MEMBER void stage(int) {
     stage_.advance();
-    if (!General || p_.position != kPositionRope) return;
+    if (!General || late(p_).position != kPositionRope) return;
     rotate_keys();
     stage_.join();
   }
@@ -165,7 +170,8 @@ class GpuTile {
   }
 
   ATTN_MEMBER void close(float scale) {
-    const float left = scale_left<GpuTile>(p_, logit_scale(p_));
+    const AttendParams& p = late(p_);
+    const float left = scale_left<GpuTile>(p, logit_scale(p));
     if constexpr (KeyGroups > 1) {
       join_groups(left);
       if (Stage::key_group() != 0) return;
@@ -175,7 +181,7 @@ class GpuTile {
       const int packed = first_ + r / kFragRows * 16 + frag_row(r % kFragRows);
       const float part = share<GpuTile>(unit_.state, r, scale), lse = log_sum<GpuTile>(unit_.state, r, left);
       if (packed > last_) continue;
-      const Sink sink = sink_of(p_, rows_, item_, packed, item_.kv_head);
+      const Sink sink = sink_of(p, rows_, item_, packed, item_.kv_head);
       switch (sink.dtype) {
         case kFloat32: write_row<float>(sink, r, part); break;
         case kFloat16: write_row<F16>(sink, r, part); break;
@@ -207,13 +213,11 @@ class GpuTile {
     return uint16_t(E::pair(x * cos_turn(turn) + other * sine, 0.f));
   }
 
-  ATTN_MEMBER Line query_line(int packed, int line) const {
+  ATTN_MEMBER Line query_line(int packed, int line, bool aligned) const {
     const uint16_t* q = static_cast<const uint16_t*>(p_.q) +
                         row_offset(p_, rows_, packed, item_.kv_head, p_.q_stride_row, p_.q_stride_head);
-    if (!General) {
-      const char* at = reinterpret_cast<const char*>(q + line * 8);
-      return reinterpret_cast<uint64_t>(at) % 16 == 0 ? load_line(at) : load_elements(at, 8, 2);
-    }
+    const char* at = reinterpret_cast<const char*>(q + line * 8);
+    if constexpr (!General) return aligned ? load_line(at) : load_elements(at, 8, 2);
     Line x;
     ATTN_UNROLL
     for (int w = 0; w < 4; w++) {
@@ -227,12 +231,13 @@ class GpuTile {
   ATTN_MEMBER void load_query() {
     constexpr int lines = Blocks * 16 * (D / 8);
     if (kKeepsQuery || Stage::key_group() == 0) {
-      if constexpr (General) {
-        ATTN_ROLL
-        for (int i = lane_index(); i < lines; i += kWave) put_query(i);
-      } else {
+      const uint64_t bits = reinterpret_cast<uint64_t>(p_.q) | uint64_t(p_.q_stride_row | p_.q_stride_head) * 2;
+      if (!General && (kLoadsAnywhere || bits % 16 == 0)) {
         ATTN_UNROLL
-        for (int i = 0; i < lines / kWave; i++) put_query(lane_index() + i * kWave);
+        for (int i = 0; i < lines / kWave; i++) put_query(lane_index() + i * kWave, true);
+      } else {
+        ATTN_ROLL
+        for (int i = lane_index(); i < lines; i += kWave) put_query(i, false);
       }
     }
     if constexpr (kKeepsQuery) {
@@ -250,18 +255,19 @@ class GpuTile {
       barrier();
     }
   }
-  ATTN_MEMBER void put_query(int i) {
+  ATTN_MEMBER void put_query(int i, bool aligned) {
     const int row = i / (D / 8), line = i % (D / 8);
-    const Line one[1] = {query_line(least(first_ + row, last_), line)};
+    const Line one[1] = {query_line(least(first_ + row, last_), line, aligned)};
     Frags::put_keys(queries(), row, line, one);
   }
 
   ATTN_MEMBER void rotate_keys() const {
-    const int half = p_.head_dim_qk / 2;
+    const AttendParams& p = late(p_);
+    const int half = p.head_dim_qk / 2;
     const int first = kv_ + Stage::key_group() * Stage::kPanelKeys, threads = kThreads / KeyGroups;
     for (int i = Stage::row_group() * kWave + lane_index(); i < Stage::kPanelKeys * half; i += threads) {
       const int t = i / half, d = i - t * half;
-      const float turn = turn_of(p_.rope_turns[d], first + t), cosine = cos_turn(turn), sine = sin_turn(turn);
+      const float turn = turn_of(global(p.rope_turns)[d], first + t), cosine = cos_turn(turn), sine = sin_turn(turn);
       const Shared at = stage_.keys() + Frags::KeyPanel::at(t, d / 8) + d % 8 * 2;
       const Shared to = stage_.keys() + Frags::KeyPanel::at(t, (d + half) / 8) + (d + half) % 8 * 2;
       const float low = E::widen(read_element(at)), high = E::widen(read_element(to));
@@ -351,12 +357,12 @@ class GpuTile {
       ATTN_UNROLL
       for (int i = 0; i < kRun; i++)
         x[i] = unit_.out[r / kFragRows][c / kFragCols].x[r % kFragRows * kFragCols + c % kFragCols + i] * part;
-      if (aligned && (!General || d + kRun <= p_.head_dim_vo)) {
+      if (aligned && (!General || d + kRun <= late(p_).head_dim_vo)) {
         Output<O>::write(to + d * size, x);
       } else {
         ATTN_UNROLL
         for (int i = 0; i < kRun; i++)
-          if (!General || d + i < p_.head_dim_vo) Output<O>::write_one(to + (d + i) * size, x[i]);
+          if (!General || d + i < late(p_).head_dim_vo) Output<O>::write_one(to + (d + i) * size, x[i]);
       }
     }
   }
