@@ -154,8 +154,8 @@ def test_more_items_than_can_be_numbered_are_refused(native: Any) -> None:
         plan(native, Asked((1,) * 64, (2_000_000,) * 64, num_kv_heads=1, split=1))
 
 
-# The tile of a GPU: 16 up to 16 packed rows, 32 up to 32, 128 from 256 on, else 64. Unlike requests count by their mean,
-# captured ones by the longest that fits.
+# The tile of a GPU: 16 up to 16 packed rows, 32 up to 32, 128 from 256 on, else 64. Unlike requests count by
+# their mean, captured ones by the longest that fits.
 @pytest.mark.parametrize(
     ("batch", "q_len", "group", "captured", "tile"),
     [
