@@ -244,3 +244,14 @@ def test_rope_needs_an_even_head():
     wrapper = decode_wrapper()
     with pytest.raises(ValueError, match="head_dim_qk"):
         wrapper.plan(ints(0, 1), ints(0), ints(1), 2, 1, 7, 4, pos_encoding_mode="ROPE_LLAMA")
+
+
+@pytest.mark.parametrize("name", ["window_left", "sm_scale", "pos_encoding_mode", "logits_soft_cap"])
+def test_an_option_that_is_a_list_is_refused_by_name(name):
+    wrapper, p = decode_wrapper(), pages([3])
+    with pytest.raises(
+        TypeError, match=r": needs a number, a string or a dtype, got list \[core.arguments\]$"
+    ) as told:
+        wrapper.plan(*p.table, *SIZES, q_data_type=torch.float32, **{name: [1]})
+    assert str(told.value).startswith(f"{name}: ")
+    assert wrapper.route is None

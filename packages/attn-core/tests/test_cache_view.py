@@ -38,6 +38,17 @@ def test_split_and_layers():
     assert same(CacheView.split(front, 0).v, front[1])
 
 
+def test_a_pool_of_one_page_is_split_before_it_is_given_a_layer():
+    t = pool(3, 1, 2, 4, 2, 8)
+    whole = CacheView.split(t, 1)
+    assert same(whole[2].k, t[2, :, 0])
+    assert same(whole[-1].v, t[2, :, 1])
+    with pytest.raises(ValueError, match=r"CacheView.v_path: needs an index in 0..0 of dimension 1, got 1"):
+        whole.v  # noqa: B018
+    with pytest.raises(ValueError, match=r"CacheView.k_path: needs a dimension in 0..5, got 6"):
+        CacheView.split(t, 6)
+
+
 @pytest.mark.parametrize(
     ("k", "v", "message"),
     [

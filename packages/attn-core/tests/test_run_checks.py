@@ -121,3 +121,17 @@ def test_every_form_of_a_cache(order):
         CacheView(pool, (0, 1, 1, 0), (0, 1, 1, 1)),
     ):
         assert same_bits(wrapper.run(q, cache), want)
+
+
+def test_an_lse_that_is_handed_over_is_written_and_checked_whether_it_is_returned_or_not():
+    """As upstream's kernels do; what upstream does not check is checked."""
+    wrapper, p, q = planned()
+    out, want = wrapper.run(q, p.cache, return_lse=True)
+    lse = torch.full_like(want, torch.nan)
+    got = wrapper.run(q, p.cache, lse=lse)
+    assert isinstance(got, torch.Tensor)
+    assert same_bits(got, out)
+    assert same_bits(lse, want)
+    for wrong in (lse[:, :1], lse.double()):
+        with pytest.raises(ValueError, match=r"^lse: needs "):
+            wrapper.run(q, p.cache, lse=wrong)

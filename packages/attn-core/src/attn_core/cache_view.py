@@ -54,9 +54,25 @@ class CacheView:
         Args:
             storage: The allocation.
             dim: The dimension that separates keys from values, counted after ``lead`` was applied.
-            lead: Path to take first, ``(0, layer)`` for a pool with layers in front.
+            lead: Path to take first, ``(0, layer)`` for a pool with layers in front; or index what is
+                returned by the layer, and count ``dim`` behind the layers all the same.
         """
-        return cls(storage, (*lead, dim, 0), (*lead, dim, 1))
+        try:
+            return cls(storage, (*lead, dim, 0), (*lead, dim, 1))
+        except ValueError as first:
+            # A pool of one page per layer has no second half before it is given a layer.
+            try:
+                behind = cls(storage, (0, 0, *lead, dim, 0), (0, 0, *lead, dim, 1))
+            except ValueError:
+                raise first from None
+        view = object.__new__(cls)
+        for name, value in (
+            ("storage", storage),
+            ("k_path", behind.k_path[2:]),
+            ("v_path", behind.v_path[2:]),
+        ):
+            object.__setattr__(view, name, value)
+        return view
 
     def __getitem__(self, layer: int) -> CacheView:
         """Return the view of one layer of a pool whose first dimension is the layer."""
@@ -67,18 +83,22 @@ class CacheView:
     @property
     def k(self) -> torch.Tensor:
         """The keys, as a view."""
-        return _select(self.storage, self.k_path)
+        return self._take("k_path", self.k_path)
 
     @property
     def v(self) -> torch.Tensor:
         """The values, as a view."""
-        return _select(self.storage, self.v_path)
+        return self._take("v_path", self.v_path)
 
-
-def _select(tensor: torch.Tensor, path: tuple[int, ...]) -> torch.Tensor:
-    for at in range(0, len(path), 2):
-        tensor = tensor.select(path[at], path[at + 1])
-    return tensor
+    def _take(self, name: str, path: tuple[int, ...]) -> torch.Tensor:
+        tensor = self.storage
+        try:
+            for at in range(0, len(path), 2):
+                tensor = tensor.select(path[at], path[at + 1])
+        except IndexError:
+            self._check(name, path)  # says which index of a pool that has yet to be given a layer
+            raise
+        return tensor
 
 
 def unpack(cache: object, order: str, name: str = "paged_kv_cache") -> tuple[torch.Tensor, torch.Tensor]:

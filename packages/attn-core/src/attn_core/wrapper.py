@@ -123,14 +123,15 @@ class AttentionWrapper(Planner):
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
         else:
             out = torch.empty(s.out_shape, dtype=s.o_dtype, device=device)
-        lse = self._lse(s, lse) if return_lse else None
+        if return_lse or lse is not None:  # one that was handed over is written, asked for or not
+            lse = self._lse(s, lse)
         io = RunIO(q, k, v, out, lse, self._float_workspace_buffer)
         if q_scale is not None or k_scale is not None or v_scale is not None:
             _set_scales(s, io, q_scale, k_scale, v_scale)
         if device.type == "cuda":
             self._refuse_eager_capture()
         s.decision.backend.run(s.launch, s.image, io)
-        return out if lse is None else (out, lse)
+        return (out, lse) if return_lse and lse is not None else out
 
     def _traced_run(
         self,
@@ -144,8 +145,9 @@ class AttentionWrapper(Planner):
     ) -> tracing.Result:
         token = self._traced_plan
         o_dtype = self._planned().o_dtype if token is None else self._traced_o_dtype
-        run = tracing.tracer().run
-        return run(self._handle, q, k, v, out, lse, return_lse, o_dtype, scales, token)
+        run, wanted = tracing.tracer().run, return_lse or lse is not None
+        found = run(self._handle, q, k, v, out, lse, wanted, o_dtype, scales, token)
+        return found if return_lse or not isinstance(found, tuple) else found[0]
 
     def _check(self, s: PlanState, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Compare with the plan; the slow functions that say what is wrong run only when something is."""
