@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
@@ -109,17 +110,22 @@ def paged_batch(
         named["kv_indices"] = kv_indices
     host = to_host(named, device)
     indptr, last = host["kv_indptr"], host["kv_last_page_len"]
-    batch_size = last.numel()
-    pages, total_pages, min_pages, max_pages = _lengths("kv_indptr", indptr, batch_size)
-    if max_pages * page_size > INT32_MAX:
-        want = f"at most {INT32_MAX} tokens per request"
-        raise ValueError(needs("kv_indptr", want, f"{max_pages} pages of {page_size}", "core.kv-len"))
-    indices, max_page_id = _indices(host.get("kv_indices"), kv_indices, total_pages)
-    kv_len = _kv_len(pages, min_pages, last, page_size)
+    few = _few_lengths(indptr, last, page_size)
+    if few is not None:
+        lengths, total_pages = few
+        indices, max_page_id = _indices(host.get("kv_indices"), kv_indices, total_pages)
+        kv_len, known = torch.tensor(lengths, dtype=torch.int32), (min(lengths), max(lengths), sum(lengths))
+    else:
+        pages, total_pages, min_pages, max_pages = _lengths("kv_indptr", indptr, last.numel())
+        if max_pages * page_size > INT32_MAX:
+            want = f"at most {INT32_MAX} tokens per request"
+            raise ValueError(needs("kv_indptr", want, f"{max_pages} pages of {page_size}", "core.kv-len"))
+        indices, max_page_id = _indices(host.get("kv_indices"), kv_indices, total_pages)
+        kv_len, known = _kv_len(pages, min_pages, last, page_size), None
     if seq_lens is not None:
         _check_seq_lens(host["seq_lens"], kv_len)
     q = qo if isinstance(qo, int) else host["qo_indptr"]
-    return _assemble(q, indptr, kv_len, total_pages, indices, last, max_page_id)
+    return _assemble(q, indptr, kv_len, total_pages, indices, last, max_page_id, known)
 
 
 def with_host_indices(batch: HostBatch) -> HostBatch:
@@ -228,6 +234,27 @@ _FEW = 256
 """Up to so many numbers Python's min() and max() beat a torch operator and two reads of its result."""
 
 
+_HANDFUL = 64
+"""Up to so many requests Python integers beat half a dozen torch operators on them."""
+
+
+def _few_lengths(indptr: torch.Tensor, last: torch.Tensor, page_size: int) -> tuple[list[int], int] | None:
+    """Return keys per request and pages of all when both arrays are short and right.
+
+    None leaves the rest to the tensor operators: long arrays, and the words for what is wrong.
+    """
+    if not 0 < last.numel() <= _HANDFUL or indptr.numel() != last.numel() + 1:
+        return None
+    starts: list[int] = indptr.tolist()
+    lasts: list[int] = last.tolist()
+    pages = [end - start for start, end in pairwise(starts)]
+    if starts[0] != 0 or min(pages) < 0 or max(pages) * page_size > INT32_MAX:
+        return None
+    if min(lasts) < 1 or max(lasts) > page_size:
+        return None
+    return [(n - 1) * page_size + end if n else 0 for n, end in zip(pages, lasts, strict=True)], starts[-1]
+
+
 def _range(values: torch.Tensor) -> tuple[int, int]:
     if values.numel() <= _FEW:
         numbers: list[int] = values.tolist()
@@ -320,6 +347,7 @@ def _assemble(
     indices: torch.Tensor | None,
     last: torch.Tensor | None,
     max_page_id: int | None,
+    known: tuple[int, int, int] | None = None,
 ) -> HostBatch:
     batch_size = kv_len.numel()
     uniform: int | None
@@ -331,14 +359,16 @@ def _assemble(
         indptr = qo
         _, total_q, shortest, longest = _lengths("qo_indptr", qo, batch_size)
         uniform = longest if shortest == longest else None
-    least, most = _range(kv_len) if batch_size else (0, 0)
+    if known is None:
+        known = (*(_range(kv_len) if batch_size else (0, 0)), _sum(kv_len))
+    least, most, total_kv = known
     shape = BatchShape(
         batch_size=batch_size,
         total_q=total_q,
         max_q_len=longest,
         uniform_q_len=uniform,
         max_kv_len=most,
-        total_kv=_sum(kv_len),
+        total_kv=total_kv,
         total_pages=total_pages,
     )
     return HostBatch(
