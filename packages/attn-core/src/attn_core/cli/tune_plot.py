@@ -61,7 +61,9 @@ def _panel(axis: Any, pair: Pair) -> None:
         axis.plot(x, y, marker="o", markersize=4, linewidth=1.5, color=colour, label=label)
         for q_len, _ in bucket.steps[1:]:
             axis.plot([q_len], [1.0], "D", markersize=7, color=colour, markeredgecolor="white", zorder=5)
-            beside = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center", "fontsize": 8}
+            # In turns above and below, since crossovers of neighbours lie close together.
+            height = (7, -14, 18, -25)[number % 4]
+            beside = {"xytext": (0, height), "textcoords": "offset points", "ha": "center", "fontsize": 8}
             axis.annotate(str(q_len), (q_len, 1.0), color=colour, **beside)
         ratios += y
     axis.axhline(1.0, color="black", linewidth=1)

@@ -114,7 +114,8 @@ def _ratio(bucket: Bucket, q_len: int) -> Text:
     for cell in bucket.cells:
         if cell.q_len == q_len:
             value = cell.seconds[1] / cell.seconds[0]
-            return styled(f"{value:.2f}", "green" if value >= 1 else "cyan")
+            digits = f"{value:.2f}" if value >= 0.1 else f"{value:.1g}"
+            return styled(digits, "green" if value >= 1 else "cyan")
     return Text("")
 
 
