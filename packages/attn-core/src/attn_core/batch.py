@@ -339,6 +339,16 @@ def _check_seq_lens(seq_lens: torch.Tensor, kv_len: torch.Tensor) -> None:
         raise ValueError(needs(f"seq_lens[{at}]", want, int(seq_lens[at]), "core.seq-lens"))
 
 
+def check_drafts_appended(batch: HostBatch, q_len: int) -> None:
+    """Raise ValueError when a request has fewer keys than rows to verify."""
+    if batch.shape.batch_size and batch.min_kv_len < q_len:
+        at = first_true(batch.kv_len < q_len)
+        want = f"kv_len of at least {q_len} in every request (append the drafts first)"
+        got = f"kv_len {int(batch.kv_len[at])} in request {at}"
+        text = needs("q_len_per_req", want, got, "core.kv-shorter-than-q")
+        raise ValueError(f"{text}: its first rows would have an empty KV range")
+
+
 def _assemble(
     qo: torch.Tensor | int,
     kv_indptr: torch.Tensor,

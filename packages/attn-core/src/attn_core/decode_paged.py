@@ -10,7 +10,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from .arguments import refuse, split_size
-from .batch import HostBatch, first_true, paged_batch
+from .batch import HostBatch, check_drafts_appended, paged_batch
 from .cache_view import CacheView, unpack
 from .errors import needs
 from .graph_buffers import decode_buffers
@@ -201,7 +201,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             q_len, indptr, indices, last_page_len, page_size, device=self.device, seq_lens=given["seq_lens"]
         )
         if q_len > 1:
-            _check_drafts_appended(batch, q_len)
+            check_drafts_appended(batch, q_len)
         return problem, batch
 
     def _check_q_len(self, q_len: object) -> int:
@@ -390,12 +390,3 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         heads = (num_qo_heads, num_kv_heads)
         problem, batch = self._asked(indptr, indices, last_page_len, heads, head_dim, page_size, given)  # type: ignore[arg-type]
         return self._workspace_size(problem, batch, None)
-
-
-def _check_drafts_appended(batch: HostBatch, q_len: int) -> None:
-    if batch.shape.batch_size and batch.min_kv_len < q_len:
-        at = first_true(batch.kv_len < q_len)
-        want = f"kv_len of at least {q_len} in every request (append the drafts first)"
-        got = f"kv_len {int(batch.kv_len[at])} in request {at}"
-        text = needs("q_len_per_req", want, got, "core.kv-shorter-than-q")
-        raise ValueError(f"{text}: its first rows would have an empty KV range")
