@@ -140,7 +140,7 @@ class NoAttention:
     """Gives a step something to call that is neither planned nor paged."""
 
     def run(self, q, paged_kv_cache):
-        return q * paged_kv_cache[0, 0, 0, 0]
+        return q * paged_kv_cache.storage[0, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("step", [decode_step, verify_step])
@@ -149,7 +149,7 @@ def test_a_step_reads_nothing_back_to_the_host(monkeypatch, step):
     with torch.device("meta"):  # tensors without data: whoever asks for a value fails
         model = TinyLM(ModelConfig())
         tokens = torch.empty(6 if step is decode_step else (2, 3), dtype=torch.int64)
-        positions, pool = torch.empty(6, dtype=torch.int32), torch.empty(8, 2, 16, 2, 64)
-        cache = StepCache((pool,) * 4, *torch.empty(4, 6, dtype=torch.int32))
+        positions, pool = torch.empty(6, dtype=torch.int32), torch.empty(4, 8, 2, 16, 2, 64)
+        cache = StepCache(pool, *torch.empty(4, 6, dtype=torch.int32))
     logits = step(model, tokens, positions, NoAttention(), cache)
     assert logits.shape == (*tokens.shape, 256)

@@ -9,7 +9,7 @@ import pluggy
 import pytest
 import torch
 
-from attn_core import hookspecs, plugins
+from attn_core import hookspecs, plugins, tracing
 from attn_core.backend import API_VERSION
 from attn_core.capability import Capability
 from attn_core.hookspecs import hookimpl
@@ -384,3 +384,10 @@ def test_hook_names_are_those_documented():
     manager.add_hookspecs(hookspecs)
     assert hookspecs.NAME == "attn"
     assert {"attn_backends", "attn_targets", "attn_order"} <= set(vars(manager.hook))
+
+
+def test_a_look_at_other_plugins_leaves_the_tracer_alone(monkeypatch):
+    mine = object()
+    monkeypatch.setattr(tracing, "_tracer", mine)
+    discover(gives("x", FakeBackend("a")))
+    assert tracing.state() is mine

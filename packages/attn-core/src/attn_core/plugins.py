@@ -225,9 +225,11 @@ def _install_tracer(manager: pluggy.PluginManager, found: _Collector) -> None:
     tracer: tracing.Tracer | str | None = None
     with found.guard("attn_tracer"):
         tracer = manager.hook.attn_tracer()
+    broken = "".join(b.error for b in found.broken[before:])
+    if tracer is None and not broken:
+        return  # these plugins bring none: that of the process's own stays
     if tracer is None or isinstance(tracer, str):
-        broken = "".join(b.error for b in found.broken[before:])
-        tracing.install(None, tracer or broken or None)
+        tracing.install(None, tracer or broken)
         return
     tracing.install(tracer)
     for name, plugin in manager.list_name_plugin():
