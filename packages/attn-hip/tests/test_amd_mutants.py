@@ -76,7 +76,7 @@ MUTANTS = {
         AssertionError, "not close",
     ),
     "a chunk is forgotten": Mutant(
-        "merge.h", "for (int i = 0; i < item.num_slots; i++) {", "for (int i = 1; i < item.num_slots; i++) {",
+        "kernels_gpu_misc.cpp", "= from_lane(weight, k);", "= k ? from_lane(weight, k) : 0.f;",
         "decode-split", AssertionError, "not close",
     ),
 }  # fmt: skip
