@@ -13,7 +13,7 @@ from attn_core.reasons import Reason
 from attn_core.rules import Rule, Verdict
 from attn_core.target import DeviceTarget, target_of
 
-from . import codes, launch, launch_gpu, plan, toolchain, variants
+from . import budget, codes, launch, launch_gpu, plan, toolchain, variants
 from .gpu import Gpu
 from .host import CANDIDATE, Host
 
@@ -76,6 +76,7 @@ class Fa2Backend:
     )
     rules: tuple[Rule, ...] = RULES
     codes = codes.CODES
+    pages = budget.PAGES
 
     def __init__(self) -> None:
         self._host = Host()

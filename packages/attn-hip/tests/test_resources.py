@@ -1,0 +1,141 @@
+"""Every AMD kernel, by every compiler, within the committed budget; ``ATTN_WRITE_BUDGET=1`` writes a new one.
+
+``ATTN_WRITE_BUDGET=1 uv run pytest -m amd packages/attn-hip/tests/test_resources.py`` measures and writes;
+``uv run attn docs --write docs/reference`` then renews the table.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from attn_hip import budget
+from attn_hip.budget import LOOP_COUNTS, waves_per_simd
+
+from .device import TARGETS, Device, has
+from .measure import LOOPS, all_variants, loop_row, resource_row, write
+
+WRITES = bool(os.environ.get("ATTN_WRITE_BUDGET"))
+SLACK = 1.02
+BUILD_SECONDS = 60 * 2  # of one core, for one arch by one compiler: a minute on two cores
+JOBS = [(variant, *target) for target in TARGETS for variant in all_variants(target[0])]
+HALVES = ("bf16", "fp16")
+SCRATCH = {f"attend_{half}_any_128_64" for half in HALVES}
+"""Kernels with every feature that LLVM 22 gives a few bytes of scratch memory."""
+SCALARS = {
+    f"attend_{half}_any_{shape}" for half in HALVES for shape in ("128_16", "128_64", "256_16", "256_64")
+}
+MOST_SCRATCH, MOST_SCALARS = 20, 2
+Key = tuple[str, str, str]
+pytestmark = [pytest.mark.amd, pytest.mark.xdist_group("resources")]
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[Key, dict[str, Any]]:
+    """Build everything; the time is that of the compilers that ran."""
+    for arch, compiler in TARGETS:
+        if not has(arch, compiler):
+            pytest.skip(f"{compiler} for {arch} is not here")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        rows = list(pool.map(lambda job: resource_row(*job), JOBS))
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert spent <= BUILD_SECONDS * len(TARGETS)
+    return {_key(row): row for row in rows}
+
+
+@pytest.fixture(scope="module")
+def loops(native: Any, measured: dict[Key, dict[str, Any]]) -> dict[Key, dict[str, Any]]:
+    rows = [loop_row(Device(native, *target), loop) for target in TARGETS for loop in LOOPS]
+    if WRITES:
+        write(list(measured.values()), rows)
+    return {(row["case"], row["arch"], row["compiler"]): row for row in rows}
+
+
+def _key(row: Any) -> Key:
+    return row["variant"], row["arch"], row["compiler"]
+
+
+def test_builds_keep_to_their_budget(
+    measured: dict[Key, dict[str, Any]], loops: dict[Key, dict[str, Any]]
+) -> None:
+    allowed = {_key(row): row for row in budget.load()["resources"]}
+    assert measured.keys() == allowed.keys()
+    over = [
+        f"{' '.join(key)}: {name} {row[name]}, budget {allowed[key][name]}"
+        for key, row in measured.items()
+        for name in ("vgpr", "lds", "scratch", "vgpr_spills", "sgpr_spills")
+        if row[name] > allowed[key][name]
+    ]
+    over += [
+        f"{' '.join(key)}: {row['waves']} waves"
+        for key, row in measured.items()
+        if row["waves"] < allowed[key]["waves"]
+    ]
+    assert over == []
+
+
+def test_loops_execute_no_more_than_their_budget(loops: dict[Key, dict[str, Any]]) -> None:
+    allowed = {(r["case"], r["arch"], r["compiler"]): r for r in budget.load()["loops"]}
+    assert loops.keys() == allowed.keys()
+    over = [
+        f"{' '.join(key)}: {name} {row[name]}, budget {allowed[key][name]}"
+        for key, row in loops.items()
+        for name in (*LOOP_COUNTS, "conflicts")
+        if row[name] > allowed[key][name] * SLACK + 0.001
+    ]
+    assert over == []
+
+
+def test_no_vector_register_spills_and_little_else_does(measured: dict[Key, dict[str, Any]]) -> None:
+    """These bounds may shrink, never grow."""
+    wrong = [
+        key
+        for key, row in measured.items()
+        if row["vgpr_spills"]
+        or row["scratch"] > (MOST_SCRATCH if key[0] in SCRATCH else 0)
+        or row["sgpr_spills"] > (MOST_SCALARS if key[0] in SCALARS else 0)
+    ]
+    assert wrong == []
+
+
+def test_prefill_and_decode_have_waves_to_hide_latency(measured: dict[Key, dict[str, Any]]) -> None:
+    """Two waves a SIMD; decode four at head dim 64 and three at 128; one where all features meet 256."""
+    few = {}
+    for key, row in measured.items():
+        least = 1 if "any_256" in key[0] else 2
+        decode = re.match(r"attend_\w+_(?:same|fp8)_(64|128)_16$", key[0])
+        if decode:
+            least = 4 if decode[1] == "64" else 3
+        if key[0].startswith("attend") and row["waves"] < least:
+            few[key] = row["waves"]
+    assert few == {}
+
+
+def test_loops_read_memory_in_whole_lines(loops: dict[Key, dict[str, Any]]) -> None:
+    """All of K and V comes by 128-bit loads, once."""
+    assert {
+        key: row["wide_loads"] for key, row in loops.items() if not 0.99 <= row["wide_loads"] <= 1.01
+    } == {}
+
+
+def test_decode_is_bound_by_memory_alike_for_every_group(loops: dict[Key, dict[str, Any]]) -> None:
+    for arch, compiler in TARGETS:
+        four, eight, sixteen = (
+            loops[f"decode 128, group {group}", arch, compiler]["issue_over_memory"] for group in (4, 8, 16)
+        )
+        assert max(eight, sixteen) <= 1.05 * four
+
+
+def test_blocks_leave_room_for_others() -> None:
+    assert waves_per_simd("gfx942", 128, 16384, 256) == 4
+    assert waves_per_simd("gfx942", 129, 16384, 256) == 3
+    assert waves_per_simd("gfx942", 64, 32768, 256) == 2
+    assert waves_per_simd("gfx950", 64, 32768, 256) == 5
+    assert waves_per_simd("gfx950", 24, 0, 256) == 8
