@@ -1,7 +1,7 @@
 """Every AMD kernel, by every compiler, within the committed budget; ``ATTN_WRITE_BUDGET=1`` writes a new one.
 
-``ATTN_WRITE_BUDGET=1 uv run pytest -m amd packages/attn-hip/tests/test_resources.py`` measures and writes;
-``uv run attn docs --write docs/reference`` then renews the table.
+``ATTN_WRITE_BUDGET=1 uv run pytest -n 0 -m amd packages/attn-hip/tests/test_resources.py`` measures and
+writes; ``uv run attn docs --write docs/reference`` then renews the table.
 """
 
 from __future__ import annotations
