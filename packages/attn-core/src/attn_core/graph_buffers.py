@@ -61,11 +61,8 @@ def paged_buffers(
     """
     if not use_cuda_graph:
         return None
-    qo = _buffer("qo_indptr_buf", qo_indptr, device)
-    batch = _batch(qo)
-    bound = {
-        "qo_indptr": qo,
-        "kv_indptr": _buffer("paged_kv_indptr_buf", indptr, device, batch + 1),
+    batch, bound = _rows("qo_indptr_buf", qo_indptr, "paged_kv_indptr_buf", indptr, device)
+    bound |= {
         "kv_indices": _buffer("paged_kv_indices_buf", indices, device),
         "kv_last_page_len": _buffer("paged_kv_last_page_len_buf", last_page_len, device, batch),
         **_masks(custom_mask, mask_indptr, device, batch),
@@ -88,11 +85,8 @@ def latent_buffers(
     """
     if not use_cuda_graph:
         return None
-    qo = _buffer("qo_indptr", qo_indptr, device)
-    batch = _batch(qo)
-    bound = {
-        "qo_indptr": qo,
-        "kv_indptr": _buffer("kv_indptr", indptr, device, batch + 1),
+    batch, bound = _rows("qo_indptr", qo_indptr, "kv_indptr", indptr, device)
+    bound |= {
         "kv_indices": _buffer("kv_indices", indices, device),
         "kv_len": _buffer("kv_len_arr", kv_len, device, batch),
     }
@@ -114,20 +108,24 @@ def ragged_buffers(
     """
     if not use_cuda_graph:
         return None
-    qo = _buffer("qo_indptr_buf", qo_indptr, device)
-    batch = _batch(qo)
-    bound = {
-        "qo_indptr": qo,
-        "kv_indptr": _buffer("kv_indptr_buf", kv_indptr, device, batch + 1),
-        **_masks(custom_mask, mask_indptr, device, batch),
-    }
+    batch, bound = _rows("qo_indptr_buf", qo_indptr, "kv_indptr_buf", kv_indptr, device)
+    bound |= _masks(custom_mask, mask_indptr, device, batch)
     return GraphBuffers(batch, None, bound)
 
 
-def _batch(qo: torch.Tensor) -> int:
+def _rows(
+    qo_name: str,
+    qo_indptr: torch.Tensor | None,
+    kv_name: str,
+    kv_indptr: torch.Tensor | None,
+    device: torch.device | None,
+) -> tuple[int, dict[str, torch.Tensor]]:
+    """Return the batch size, which the first buffer fixes, and both."""
+    qo = _buffer(qo_name, qo_indptr, device)
     if qo.numel() == 0:
-        raise ValueError(needs("qo_indptr_buf", "batch size + 1 entries", 0, "core.graph-buffer"))
-    return qo.numel() - 1
+        raise ValueError(needs(qo_name, "batch size + 1 entries", 0, "core.graph-buffer"))
+    kv = _buffer(kv_name, kv_indptr, device, qo.numel())
+    return qo.numel() - 1, {"qo_indptr": qo, "kv_indptr": kv}
 
 
 def _masks(

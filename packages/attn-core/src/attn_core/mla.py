@@ -14,7 +14,6 @@ from torch.compiler import is_dynamo_compiling
 
 from . import state
 from .arguments import as_dtype, check_workspace, refuse
-from .backend import RunIO
 from .batch import HostBatch, first_true, flat, paged_batch, size_of, to_host
 from .errors import needs
 from .graph_buffers import latent_buffers
@@ -212,7 +211,9 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         keys = _joined(ckv_cache, kpe_cache)
         if keys is None:
             s, keys = _gathered(s, ckv_cache, kpe_cache)
-        found = self._enqueue(s, q, keys.unsqueeze(2), out, lse, return_lse)
+        k = keys.unsqueeze(2)
+        v = k[..., : s.query.problem.head_dim_vo]
+        found = self._run(q, k, v, out, lse if return_lse else None, return_lse, None, None, None, s)
         if return_lse_base_on_e and isinstance(found, tuple):
             found[1].mul_(math.log(2.0))
         return found
@@ -232,28 +233,6 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         if s.min_rows is not None and pages < s.min_rows:
             want = f"more than {s.min_rows - 1} pages, the largest page id of the plan"
             raise ValueError(needs("ckv_cache", want, pages, "core.kv-rows"))
-
-    def _enqueue(
-        self,
-        s: state.PlanState,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        out: torch.Tensor | None,
-        lse: torch.Tensor | None,
-        return_lse: bool,
-    ) -> Result:
-        v = k[..., : s.query.problem.head_dim_vo]
-        self._check(s, q, k, v)
-        q = q if s.contract.q == "any" else state.fit_q(s.contract, q)
-        if out is None:
-            out = torch.empty(s.out_shape, dtype=s.o_dtype, device=s.device)
-        else:
-            state.check_output("out", out, s.out_shape, s.o_dtype, s.device)
-        lse = self._lse(s, lse) if return_lse else None
-        if s.device.type == "cuda":
-            self._refuse_eager_capture()
-        s.decision.backend.run(s.launch, s.image, RunIO(q, k, v, out, lse, self._float_workspace_buffer))
-        return out if lse is None else (out, lse)
 
 
 def _check(

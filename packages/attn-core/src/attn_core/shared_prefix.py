@@ -6,6 +6,7 @@ cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import torch
@@ -22,10 +23,12 @@ W = TypeVar("W", BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCach
 class _SharedPrefix(Generic[W]):
     """What the two wrappers share."""
 
-    _unique: W
+    _paged: Callable[..., W]
 
-    def __init__(self, unique: W, kv_layout: str) -> None:
-        self._unique = unique
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", backend: str = "auto"
+    ) -> None:
+        self._unique: W = self._paged(float_workspace_buffer, kv_layout, backend=backend)
         self._kv_layout = kv_layout
 
     def reset_workspace_buffer(
@@ -66,11 +69,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix[BatchDecodeWi
         backend: ``auto`` or a backend.
     """
 
-    def __init__(
-        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", backend: str = "auto"
-    ) -> None:
-        unique = BatchDecodeWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, backend=backend)
-        super().__init__(unique, kv_layout)
+    _paged = BatchDecodeWithPagedKVCacheWrapper
 
     def begin_forward(
         self,
@@ -135,11 +134,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix[BatchPrefill
         backend: ``auto`` or a backend.
     """
 
-    def __init__(
-        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", backend: str = "auto"
-    ) -> None:
-        unique = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, backend=backend)
-        super().__init__(unique, kv_layout)
+    _paged = BatchPrefillWithPagedKVCacheWrapper
 
     def begin_forward(
         self,

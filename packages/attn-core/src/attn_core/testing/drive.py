@@ -205,17 +205,23 @@ def make_wrapper(
     )
 
 
-def plan(case: Case, world: World, wrapper: Wrapper) -> torch.Tensor | None:
-    """Plan a wrapper for a world's batch; returns the mask tensor handed over, if any."""
-    p, t = case.problem, world.table
-    heads = (p.num_qo_heads, p.num_kv_heads)
-    options: dict[str, Any] = {
+def options_of(case: Case) -> dict[str, Any]:
+    """Return the keyword arguments that the plan of every wrapper takes."""
+    p = case.problem
+    return {
         "pos_encoding_mode": p.pos_encoding.value, "window_left": p.window_left,
         "logits_soft_cap": p.logits_soft_cap or None, "q_data_type": p.q_dtype, "kv_data_type": p.kv_dtype,
         "o_data_type": p.o_dtype, "sm_scale": None if case.default_scale else p.sm_scale,
         "rope_scale": p.rope_scale, "rope_theta": p.rope_theta, "fixed_split_size": p.fixed_split_size,
         "disable_split_kv": p.disable_split_kv, "needs_lse": p.needs_lse,
     }  # fmt: skip
+
+
+def plan(case: Case, world: World, wrapper: Wrapper) -> torch.Tensor | None:
+    """Plan a wrapper for a world's batch; returns the mask tensor handed over, if any."""
+    p, t = case.problem, world.table
+    heads = (p.num_qo_heads, p.num_kv_heads)
+    options = options_of(case)
     mask: torch.Tensor | None = None
     if isinstance(wrapper, BatchDecodeWithPagedKVCacheWrapper):
         wrapper.plan(

@@ -28,7 +28,7 @@ from .cases import Case
 from .checks.expect import expect
 from .checks.run import check
 from .draw import draw, draw_lengths
-from .drive import GARBAGE, Wrapper, make_wrapper, only, plan_direct, run_public, scale_options
+from .drive import GARBAGE, Wrapper, make_wrapper, only, options_of, plan_direct, run_public, scale_options
 from .kit import CPU, Failure
 from .memory import lay_out, same_bits, workspace_of
 from .world import World, world_of
@@ -217,14 +217,7 @@ def run_arguments(case: Case, world: World, wrapper: Wrapper) -> dict[str, Any]:
 def plan_arguments(case: Case, world: World, wrapper: Wrapper) -> dict[str, Any]:
     """Return the keyword arguments of a public plan; index arrays come in every form that is taken."""
     p, t, rng = case.problem, world.table, Random(case.seed)
-    found: dict[str, Any] = {
-        "num_qo_heads": p.num_qo_heads, "num_kv_heads": p.num_kv_heads,
-        "pos_encoding_mode": p.pos_encoding.value, "window_left": p.window_left,
-        "logits_soft_cap": p.logits_soft_cap or None, "q_data_type": p.q_dtype, "kv_data_type": p.kv_dtype,
-        "o_data_type": p.o_dtype, "sm_scale": None if case.default_scale else p.sm_scale,
-        "rope_scale": p.rope_scale, "rope_theta": p.rope_theta, "fixed_split_size": p.fixed_split_size,
-        "disable_split_kv": p.disable_split_kv, "needs_lse": p.needs_lse,
-    }  # fmt: skip
+    found = {"num_qo_heads": p.num_qo_heads, "num_kv_heads": p.num_kv_heads, **options_of(case)}
     if isinstance(wrapper, BatchDecodeWithPagedKVCacheWrapper):
         found |= {
             "indptr": t.kv_indptr, "indices": _longer(t.kv_indices, rng), "last_page_len": t.kv_last_page_len,
