@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from attn_core.backend import API_VERSION, AppendIO, DeviceImage, Path, PlanResult, RunIO, TensorContract
@@ -35,19 +37,12 @@ CPU_CAPABILITY = Capability(
     batch_invariant=True,
     graph=GraphSupport.ALWAYS,
 )
-GPU_CAPABILITY = Capability(
+GPU_CAPABILITY = replace(
+    CPU_CAPABILITY,
     archs=frozenset(toolchain.ARCHS),
-    ops=frozenset(Op),
     q_dtypes=_HALVES,
     kv_dtypes=_HALVES | FP8,
-    o_dtypes=FLOATS,
     head_dims=Dims(at_most=256),
-    masks=frozenset(MaskMode),
-    pos_encodings=frozenset(PosEncoding),
-    window=True,
-    soft_cap=True,
-    batch_invariant=True,
-    graph=GraphSupport.ALWAYS,
 )
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import Protocol
 
 from . import cache, isa
 
@@ -87,18 +88,40 @@ class Recipe:
         import pybind11
 
         about = (self.isa, self.flags, sysconfig.get_config_var("SOABI"), pybind11.__version__)
-        digest = hashlib.sha256(repr(about).encode())
-        for name, data in sorted(self.sources.items()):
-            digest.update(f"\n{name} {len(data)}\n".encode() + data)
-        return digest.hexdigest()
+        return content_of(about, self.sources)
 
     def key(self, compiler: Compiler | None) -> str:
         """Name of the cache entry; without a compiler, the pattern of the builds of any."""
-        front = f"{self.isa}-{self.content[:24]}"
-        if compiler is None:
-            return f"{front}-*"
-        made = repr((compiler.command, compiler.version)).encode()
-        return f"{front}-{hashlib.sha256(made).hexdigest()[:12]}"
+        return entry_of(self.isa, self.content, compiler)
+
+
+class Asked(Protocol):
+    """A compiler, of host or device code, and what it answered."""
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """Program and leading arguments."""
+
+    @property
+    def version(self) -> str:
+        """What ``--version`` says."""
+
+
+def content_of(about: object, sources: Mapping[str, bytes]) -> str:
+    """Return the hash of sources and of what else decides a build; ``about`` must have a stable ``repr``."""
+    digest = hashlib.sha256(repr(about).encode())
+    for name, data in sorted(sources.items()):
+        digest.update(f"\n{name} {len(data)}\n".encode() + data)
+    return digest.hexdigest()
+
+
+def entry_of(what: str, content: str, compiler: Asked | None) -> str:
+    """Return the name of a cache entry; without a compiler, the pattern of the builds of any."""
+    front = f"{what}-{content[:24]}"
+    if compiler is None:
+        return f"{front}-*"
+    made = repr((compiler.command, compiler.version)).encode()
+    return f"{front}-{hashlib.sha256(made).hexdigest()[:12]}"
 
 
 def recipe(name: str) -> Recipe:
@@ -152,10 +175,11 @@ def find_compiler() -> Compiler:
     command = compiler_command()
     if command is None:
         raise NoCompiler(f"{compiler_wanted()}: not found on PATH")
-    return _asked(command, _stamp(command[0]))
+    return _asked(command, stamp(command[0]))
 
 
-def _stamp(path: str) -> tuple[int, int]:
+def stamp(path: str) -> tuple[int, int]:
+    """Return what changes when a program is replaced."""
     facts = os.stat(path)
     return facts.st_mtime_ns, facts.st_size
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -27,6 +28,7 @@ from .build import BuildError, NoCompiler
 from .toolchain import DeviceCompiler
 from .variants import Variant
 
+LOGGER = logging.getLogger("attn_hip")
 PACKED = Path(__file__).parent / "codeobjects"
 """Where an installed package carries code objects, ``<arch>/<variant>.co`` beside ``<arch>/index.json``."""
 INDEX = "index.json"
@@ -84,27 +86,25 @@ def content(variant: Variant, arch: str, sources: Mapping[str, bytes] | None = N
     """Return the hash of everything but the compiler that decides the bytes of a code object."""
     sources = host_build.gather((variant.source,)) if sources is None else sources
     flags = toolchain.AMD_FLAGS if toolchain.is_amd(arch) else toolchain.NVIDIA_FLAGS
-    digest = hashlib.sha256(repr((arch, flags, variant.defines, variant.entry)).encode())
-    for name, data in sorted(sources.items()):
-        digest.update(f"\n{name} {len(data)}\n".encode() + data)
-    return digest.hexdigest()
+    return host_build.content_of((arch, flags, variant.defines, variant.entry), sources)
 
 
 def _key(variant: Variant, arch: str, hashed: str, compiler: DeviceCompiler | None) -> str:
-    front = f"{arch}-{variant.name}-{hashed[:24]}"
-    if compiler is None:
-        return f"{front}-*"
-    made = repr((compiler.command, compiler.version)).encode()
-    return f"{front}-{hashlib.sha256(made).hexdigest()[:12]}"
+    return host_build.entry_of(f"{arch}-{variant.name}", hashed, compiler)
 
 
-def existing(variant: Variant, arch: str) -> Path | None:
+def existing(variant: Variant, arch: str, sources: Mapping[str, bytes] | None = None) -> Path | None:
     """Return a code object of the present sources, packed or cached, or None; runs no program.
+
+    Args:
+        variant: What.
+        arch: For which device.
+        sources: What :func:`build.gather` returns for the variant, where that is known already.
 
     Raises:
         cache.CacheError: The cache directory belongs to somebody else.
     """
-    hashed = content(variant, arch)
+    hashed = content(variant, arch, sources)
     found = None if toolchain.stated(arch) else _packed(variant, arch, hashed)
     return found or cache.find(_key(variant, arch, hashed, None))
 
@@ -169,6 +169,7 @@ def build(variant: Variant, arch: str, compiler: str | None = None) -> Built:
 def _compile(
     key: str, variant: Variant, arch: str, compiler: DeviceCompiler, sources: Mapping[str, bytes]
 ) -> Path:
+    LOGGER.info("building %s for %s in %s, once", variant.name, arch, cache.root())
     start = time.monotonic()
     with cache.workspace() as work:
         for name, data in sources.items():
@@ -273,16 +274,23 @@ def pack(found: Iterable[Built], place: Path) -> list[Path]:
     return [place / arch for arch in by_arch]
 
 
+def present(arch: str, variants: Iterable[Variant]) -> Iterator[bool]:
+    """Say of each variant whether :func:`existing` finds it, in a usable cache; each source is read once."""
+    read: dict[str, Mapping[str, bytes]] = {}
+    for variant in variants:
+        if variant.source not in read:
+            read[variant.source] = host_build.gather((variant.source,))
+        try:
+            yield existing(variant, arch, read[variant.source]) is not None
+        except cache.CacheError:
+            yield False  # building says why
+
+
 def missing(arch: str, variants: Iterable[Variant]) -> str | None:
     """Say what is needed to have these code objects on this machine, or None; runs no program."""
-    if toolchain.commands(arch):
-        return None
-    try:
-        if all(existing(variant, arch) is not None for variant in variants):
-            return None
-    except cache.CacheError:
-        pass  # building says so
-    return toolchain.wanted(arch)
+    return None if toolchain.commands(arch) or all(present(arch, variants)) else toolchain.wanted(arch)
 
 
-__all__ = ["Built", "Job", "NoCompiler", "build", "build_all", "ensure", "existing", "missing", "pack"]
+__all__ = [
+    "Built", "Job", "NoCompiler", "build", "build_all", "ensure", "existing", "missing", "pack", "present",
+]  # fmt: skip

@@ -123,19 +123,12 @@ class Gpu:
         rows: dict[str, object] = {}
         for arch in toolchain.ARCHS:
             made = all_variants(arch)
-            built = sum(_exists(variant, arch) for variant in made)
+            built = sum(device_build.present(arch, made))
             names = ", ".join(name for name, _ in toolchain.commands(arch)) or "no compiler"
             rows[arch] = f"{built} of {len(made)} code objects; {names}"
         if self._failed:
             rows["gpu failures"] = "; ".join(sorted({reason.text for reason in self._failed.values()}))
         return rows
-
-
-def _exists(variant: Variant, arch: str) -> bool:
-    try:
-        return device_build.existing(variant, arch) is not None
-    except cache.CacheError:
-        return False
 
 
 def all_variants(arch: str) -> tuple[Variant, ...]:
@@ -168,8 +161,6 @@ def _slot(target: DeviceTarget, variant: Variant) -> _Slot:
 
 def _load(native: Any, target: DeviceTarget, variant: Variant) -> Loaded:
     opened = driver(_KINDS[target.kind])
-    if device_build.existing(variant, target.arch) is None:
-        LOGGER.info("building %s for %s in %s, once", variant.name, target.arch, cache.root())
     start = time.monotonic()
     path = device_build.ensure(variant, target.arch)
     function = opened.load(target.index, path.read_bytes(), variant.entry, variant.lds)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from .build import BuildError, NoCompiler
+from .build import BuildError, NoCompiler, stamp
 
 AMD_VARIABLE, NVIDIA_VARIABLE = "ATTN_HIP_CXX", "ATTN_NVCC"
 ARCHS = ("gfx942", "gfx950", "sm_90")
@@ -79,10 +79,8 @@ class DeviceCompiler:
 
 def wanted(arch: str) -> str:
     """Say which compilers are looked for."""
-    variable = AMD_VARIABLE if is_amd(arch) else NVIDIA_VARIABLE
-    stated = os.environ.get(variable)
-    if stated:
-        return f"{variable}={stated} to compile for {arch}"
+    if stated(arch):
+        return f"{_variable(arch)}={os.environ[_variable(arch)]} to compile for {arch}"
     if is_amd(arch):
         return f"a compiler for {arch} (amdclang++, hipcc, clang-19 or newer, or the ziglang package)"
     return f"a compiler for {arch} (nvcc)"
@@ -90,7 +88,11 @@ def wanted(arch: str) -> str:
 
 def stated(arch: str) -> bool:
     """Say whether the user has named the compiler of an arch."""
-    return bool(os.environ.get(AMD_VARIABLE if is_amd(arch) else NVIDIA_VARIABLE))
+    return bool(os.environ.get(_variable(arch)))
+
+
+def _variable(arch: str) -> str:
+    return AMD_VARIABLE if is_amd(arch) else NVIDIA_VARIABLE
 
 
 def commands(arch: str) -> list[tuple[str, tuple[str, ...]]]:
@@ -98,7 +100,7 @@ def commands(arch: str) -> list[tuple[str, tuple[str, ...]]]:
 
     One that the user names is the only one.
     """
-    given = shlex.split(os.environ.get(AMD_VARIABLE if is_amd(arch) else NVIDIA_VARIABLE, ""))
+    given = shlex.split(os.environ.get(_variable(arch), ""))
     if given:
         found = shutil.which(given[0])
         return [(Path(given[0]).name, (found, *given[1:]))] if found else []
@@ -123,7 +125,7 @@ def _nvidia_places() -> list[str]:
 
 def compilers(arch: str) -> list[DeviceCompiler]:
     """Return the compilers that can build for an arch, most preferred first. Runs each briefly, once."""
-    found = (_asked(name, command, _stamp(command[0]), arch) for name, command in commands(arch))
+    found = (_asked(name, command, stamp(command[0]), arch) for name, command in commands(arch))
     return [compiler for compiler in found if compiler is not None]
 
 
@@ -143,11 +145,6 @@ def find(arch: str, name: str | None = None) -> DeviceCompiler:
             return compiler
     want = wanted(arch) if name is None else f"one of {', '.join(c.name for c in able) or 'none'} for {arch}"
     raise NoCompiler(f"needs {want}, got {'none that can' if name is None else name}")
-
-
-def _stamp(path: str) -> tuple[int, int]:
-    facts = os.stat(path)
-    return facts.st_mtime_ns, facts.st_size
 
 
 @lru_cache(maxsize=64)
