@@ -43,8 +43,15 @@ def _run_fresh(
     v_scale: Tensor | None, q_factor: float, k_factor: float, v_factor: float, o_dtype: torch.dtype,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    out = torch.empty((q.shape[0], q.shape[1], v.shape[-1]), dtype=o_dtype, device=q.device)
-    return out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+    return _attended(q, v, o_dtype, return_lse)
+
+
+def _attended(
+    q: Tensor, v: Tensor, o_dtype: torch.dtype | None, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return an output and, if wanted, a log-sum-exp for every head of q, batched or not."""
+    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=o_dtype or q.dtype, device=q.device)
+    return out, torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if return_lse else None
 
 
 _SCALES = (
@@ -91,8 +98,7 @@ def _single_fresh(
     q_factor: float, k_factor: float, v_factor: float, o_dtype: torch.dtype | None, return_lse: bool,
     *rest: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=o_dtype or q.dtype, device=q.device)
-    return out, torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if return_lse else None
+    return _attended(q, v, o_dtype, return_lse)
 
 
 SINGLE = OpRow(
