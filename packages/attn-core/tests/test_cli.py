@@ -161,6 +161,27 @@ def test_help_loads_no_command(commands, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('def command():\n    """Do it now.\n\n    More."""', "Do it now."),
+        ('@command.callback()\ndef own():\n    """Many commands."""', "Many commands."),
+        ('def other():\n    """Not this."""\n\ndef command(): ...', "Command of late_command:command."),
+        ("def command(:", "Command of late_command:command."),
+        ("b = 1\x00", "Command of late_command:command."),
+    ],
+)
+def test_help_reads_the_summary_and_runs_nothing(tmp_path, monkeypatch, text, told):
+    (tmp_path / "late_command.py").write_text(text + "\nraise RuntimeError('was run')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    point = EntryPoint("late", "late_command:command", mount.GROUP)
+    monkeypatch.setattr(mount, "entry_points", lambda group: [point])
+    result = attn("--help")
+    assert result.exit_code == 0, result.output
+    assert told in result.stdout
+    assert "late_command" not in sys.modules
+
+
+@pytest.mark.parametrize(
     ("fault", "told"),
     [
         ("raise ImportError('no libfoo.so')", "ImportError: no libfoo.so"),

@@ -117,8 +117,10 @@ def test_backend_and_reason_are_readable_without_a_log(use):
     wrapper.plan(*pages([9, 3, 4]).table, *SIZES)
     assert (wrapper.backend, wrapper.route.requested) == ("reference", "auto")
     assert wrapper.backend_fallback_reason == "quick/p: is slow up to 1 rows, got 2 [fake.slow]"
+    assert str(wrapper.route) == f"{wrapper.route.candidate}, since {wrapper.backend_fallback_reason}"
     wrapper.plan(*pages([9, 3]).table, *SIZES)
     assert (wrapper.backend, wrapper.backend_fallback_reason) == ("quick", None)
+    assert str(wrapper.route) == wrapper.route.candidate
     named = decode_wrapper(backend="reference")
     named.plan(*pages([9, 3]).table, *SIZES)
     assert (named.backend, named.backend_fallback_reason) == ("reference", None)

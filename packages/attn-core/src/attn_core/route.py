@@ -85,6 +85,10 @@ class RouteDecision:
         told = [str(reason) for reason in worth_telling(self.refused, self.candidate)]
         return "; ".join(told) if told else None
 
+    def __str__(self) -> str:
+        why = self.fallback_reason
+        return self.candidate if why is None else f"{self.candidate}, since {why}"
+
 
 @dataclass(slots=True)
 class Screened:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -33,6 +36,36 @@ def mounted() -> Mapping[str, EntryPoint]:
 def source(ep: EntryPoint) -> str:
     """Return ``distribution version`` of an entry point, or where it points when it has none."""
     return ep.value if ep.dist is None else f"{ep.dist.name} {ep.dist.version}"
+
+
+def summary(ep: EntryPoint) -> str:
+    """Return the first line of a command's docstring, read from its source: no module of the command runs.
+
+    Of a Typer app it is its callback's. Where there is none, or no source, the package is named instead.
+    """
+    try:
+        body = ast.parse(_source_file(ep.module).read_bytes()).body
+    except (ImportError, OSError, SyntaxError, ValueError):
+        body = []
+    for node in body:
+        if isinstance(node, ast.FunctionDef) and _is_command(node, ep.attr):
+            text = ast.get_docstring(node)
+            if text:
+                return text.splitlines()[0]
+    return f"Command of {source(ep)}."
+
+
+def _source_file(module: str) -> Path:
+    """Find a module's file beside its top-level package, since to ask for a submodule imports what is above it."""
+    top, *rest = module.split(".")
+    spec = find_spec(top)
+    origin = Path(spec.origin if spec and spec.origin else "")
+    place = origin.parent.joinpath(*rest) if rest else origin
+    return place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+
+
+def _is_command(node: ast.FunctionDef, attr: str) -> bool:
+    return node.name == attr or f"{attr}.callback()" in map(ast.unparse, node.decorator_list)
 
 
 class MountingGroup(TyperGroup):
@@ -72,7 +105,7 @@ class _Deferred(TyperCommand):
     """A command known by name and package only."""
 
     def __init__(self, ep: EntryPoint) -> None:
-        super().__init__(name=ep.name, help=f"Command of {source(ep)}.", add_help_option=False)
+        super().__init__(name=ep.name, help=summary(ep), add_help_option=False)
         self._ep = ep
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
