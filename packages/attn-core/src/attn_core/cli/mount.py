@@ -56,7 +56,7 @@ def summary(ep: EntryPoint) -> str:
 
 
 def _source_file(module: str) -> Path:
-    """Find a module's file beside its top-level package, since to ask for a submodule imports what is above it."""
+    """Find a module's file beside its top-level package; asking for a submodule imports what is above it."""
     top, *rest = module.split(".")
     spec = find_spec(top)
     origin = Path(spec.origin if spec and spec.origin else "")
