@@ -178,7 +178,10 @@ def samples():
     yield "packbits", (torch.randint(2, (13,), dtype=torch.uint8), "big")
     yield "segment_packbits", (torch.randint(2, (13,), dtype=torch.uint8), i32(0, 5, 5, 13), "little")
     counts = torch.zeros(2, dtype=torch.int32)
-    yield "chain_speculative_sampling", (probs[:, :2], ids, probs, counts, None, True, seed, seed)
+    yield (
+        "chain_speculative_sampling",
+        (probs[:, :2], ids, probs, counts, None, True, "reference", seed, seed),
+    )
     yield "get_batch_indices_positions", (i32(0, 2, 3), i32(3, 5), 4)
     yield "get_seq_lens", (indptr, last, 4)
 

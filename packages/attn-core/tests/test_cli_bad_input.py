@@ -12,7 +12,7 @@ def quick(use):
     return use(quick_backend())
 
 
-OPS = "decode, verify, prefill_paged, prefill_ragged, prefill_single, decode_single, append"
+OPS = "decode, verify, prefill_paged, prefill_ragged, prefill_single, decode_single, append, chain_sampling"
 BAD = [
     ("", f"--op: needs one of {OPS}, got nothing [cli.op]"),
     ("--op Decode", f"--op: needs one of {OPS}, got 'Decode' [cli.op]"),

@@ -7,7 +7,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from attn_core import capability, hookspecs, plugins, route
+from attn_core import capability, hookspecs, plugins, route, sampling_route
 from attn_core.capability import Capability
 from attn_core.problem import Op
 from attn_core.reasons import Code, Reason, Stage
@@ -62,7 +62,7 @@ def test_every_code_is_listed_once_with_its_owner(quick):
     assert said["faults"] == []
     by_code = {row["code"]: row for row in said["codes"]}
     assert len(by_code) == len(said["codes"])
-    core = {code.slug for code in (*capability.CODES, *route.CODES)}
+    core = {code.slug for code in (*capability.CODES, *route.CODES, *sampling_route.CODES)}
     assert {slug for slug, row in by_code.items() if row["owner"] == "core"} == core
     assert {slug for slug, row in by_code.items() if row["owner"] == "quick"} == {"quick.own", "quick.short"}
     assert by_code["quick.own"] == {

@@ -197,6 +197,101 @@ class BitsDependOnTheBatch(Mini):
         io.out.mul_(1 + 2e-7 * (image["kv_len"].numel() > 1))
 
 
+SAMPLE = "samples_chains_bit_for_bit"
+
+
+class NumbersRowsWithSeedsOfTheirOwn(Mini):
+    caught_by = "samples_the_same_in_any_batch"
+
+    def sample(self, path, io):
+        whole = replace(io, tokens=io.tokens.clone())
+        super().sample(path, whole)
+        io.tokens.copy_(whole.tokens if io.tokens.shape[0] > 1 else whole.tokens.flip(1))
+
+
+class DropsTheHighWordOfTheOffset(Mini):
+    caught_by = SAMPLE
+
+    def counter(self, offset, row, position):
+        return super().counter(offset & 0xFFFFFFFF, row, position)
+
+
+class CountsPositionsFromZero(Mini):
+    caught_by = SAMPLE
+
+    def counter(self, offset, row, position):
+        return super().counter(offset, row, position - 1)
+
+
+class LeavesOutTheRow(Mini):
+    caught_by = SAMPLE
+
+    def counter(self, offset, row, position):
+        return super().counter(offset, 0, position)
+
+
+class OverwritesCounters(Mini):
+    caught_by = SAMPLE
+
+    def count(self, counter, r, n):
+        counter[r] = n
+
+
+class WritesCountersSideBySide(Mini):
+    caught_by = SAMPLE
+
+    def count(self, counter, r, n):
+        flat = counter.as_strided((counter.numel(),), (1,))
+        flat[r] += n
+
+
+class StopsCountingAtARejection(Mini):
+    caught_by = SAMPLE
+
+    def accept(self, io, r):
+        passed, prefix = super().accept(io, r)
+        return passed[: prefix + 1], prefix
+
+
+class AcceptsADraftTheTargetRulesOut(Mini):
+    caught_by = SAMPLE
+
+    def passes(self, u, q, p):
+        return super().passes(u, q, p) or p == 0
+
+
+class DrawsFromTheTargetAfterARejection(Mini):
+    caught_by = SAMPLE
+
+    def residual(self, target, draft):
+        return target
+
+
+class DrawsFromARowWithoutLaw(Mini):
+    caught_by = SAMPLE
+
+    def is_law(self, row):
+        return True
+
+    def integers(self, row):
+        return super().integers([x if 0 <= x < math.inf else 0.5 for x in row])
+
+
+class PadsWithZeros(Mini):
+    caught_by = SAMPLE
+
+    def pad(self):
+        return 0
+
+
+class SortsTheDraftIds(Mini):
+    caught_by = SAMPLE
+
+    def tokens(self, io, r, tokens):
+        super().tokens(io, r, tokens)
+        io.draft_token_ids[r] = io.draft_token_ids[r].sort().values
+
+
 FAULTS = sorted(Mini.__subclasses__(), key=lambda fault: fault.__name__)
 
 

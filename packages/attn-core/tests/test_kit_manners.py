@@ -293,6 +293,8 @@ def test_every_check_has_caught_a_fault():
     named = {fault.caught_by for fault in FAULTS}
     # Wrong numbers are test_kit_faults.py's; for a refused replan the core answers, not a backend.
     elsewhere = {
+        "samples_chains_bit_for_bit",
+        "samples_the_same_in_any_batch",
         "never_reads_foreign_tokens",
         "survives_extreme_logits",
         "does_not_depend_on_the_batch",

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from attn_core import sampling
+from attn_core import sampling_math
 from attn_core.sampling import chain_speculative_sampling
 
 from .sampling_kit import one_hot, random_case, run
@@ -23,7 +23,7 @@ def draw_oracle(weights, u):
 
 def chain_oracle(draft, ids, target, seed, offset):
     batch, n, vocab = draft.shape
-    u_accept, u_token = sampling._uniforms(torch.tensor([seed]), torch.tensor([offset]), batch, n + 1)
+    u_accept, u_token = sampling_math.uniforms(torch.tensor([seed]), torch.tensor([offset]), batch, n + 1)
     tokens, accepted, emitted = [], [], []
     for r in range(batch):
         length = next((i for i in range(n) if not 0 <= ids[r, i] < vocab), n)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from attn_core import sampling
+from attn_core import sampling_math
 from attn_core.sampling import chain_speculative_sampling
 
 from .sampling_kit import needs_gpu, one_hot, random_case, run
@@ -19,7 +19,7 @@ def test_equal_laws_always_accept(dtype, monkeypatch):
     almost_one = torch.full((1000, 2), 1 - 2.0**-53, dtype=torch.float64)
     case = (row.expand(1000, 1, 5), ids, row.expand(1000, 2, 5))
     assert run(case, seed=1, offset=0)[2] == [1] * 1000
-    monkeypatch.setattr(sampling, "_uniforms", lambda *_: (almost_one, almost_one))
+    monkeypatch.setattr(sampling_math, "uniforms", lambda *_: (almost_one, almost_one))
     tokens, _, emitted = run(case, seed=1, offset=0)
     assert emitted == [1] * 1000
     assert [row[0] for row in tokens] == ids[:, 0].tolist()
@@ -28,7 +28,7 @@ def test_equal_laws_always_accept(dtype, monkeypatch):
 def test_acceptance_is_strict(monkeypatch):
     # Of the draws u in [0, 1), those below p / q accept: u == p / q is one too many.
     half = torch.full((1, 2), 0.5, dtype=torch.float64)
-    monkeypatch.setattr(sampling, "_uniforms", lambda *_: (half, half))
+    monkeypatch.setattr(sampling_math, "uniforms", lambda *_: (half, half))
     case = (one_hot(0)[None], torch.tensor([[0]]), torch.tensor([[[0.5, 0.5, 0.0, 0.0]] * 2]))
     assert run(case, seed=0, offset=0) == ([[1, -1]], [0], [0])
 
@@ -41,10 +41,10 @@ def test_largest_uniform_stays_below_the_total(total):
 
 def test_largest_uniform_draws_the_last_id_with_weight(monkeypatch):
     almost_one = torch.full((1, 1), 1 - 2.0**-53, dtype=torch.float64)
-    monkeypatch.setattr(sampling, "_uniforms", lambda *_: (almost_one, almost_one))
+    monkeypatch.setattr(sampling_math, "uniforms", lambda *_: (almost_one, almost_one))
     target = torch.tensor([[[0.3, 0.7 - 1e-7, 1e-7, 0.0]]])
     assert run((torch.zeros(1, 0, 4), torch.zeros(1, 0).long(), target), seed=0, offset=0)[0] == [[2]]
-    monkeypatch.setattr(sampling, "_uniforms", lambda *_: (almost_one * 0, almost_one * 0))
+    monkeypatch.setattr(sampling_math, "uniforms", lambda *_: (almost_one * 0, almost_one * 0))
     target = torch.tensor([[[0.0, 0.0, 1e-7, 1.0]]])
     assert run((torch.zeros(1, 0, 4), torch.zeros(1, 0).long(), target), seed=0, offset=0)[0] == [[2]]
 

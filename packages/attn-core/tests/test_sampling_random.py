@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attn_core import sampling
+from attn_core import sampling, sampling_math
 from attn_core.philox import philox4x32, uniform53
 from attn_core.sampling import chain_speculative_sampling
 
@@ -47,7 +47,7 @@ def test_uniform_is_in_the_half_open_interval():
     top = torch.tensor([0xFFFFFFFF])
     assert float(uniform53(top, top)) == 1 - 2.0**-53
     assert float(uniform53(top * 0, top * 0)) == 0.0
-    u = sampling._uniforms(torch.tensor([1]), torch.tensor([0]), 1000, 50)
+    u = sampling_math.uniforms(torch.tensor([1]), torch.tensor([0]), 1000, 50)
     for values in u:
         assert abs(float(values.mean()) - 0.5) < 0.006  # 5 standard errors
         assert abs(float(values.var()) - 1 / 12) < 0.002

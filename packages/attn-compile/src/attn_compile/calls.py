@@ -54,6 +54,7 @@ def append(
 def sample(
     ops: Calls, draft_probs: Tensor, draft_token_ids: Tensor, target_probs: Tensor, accepted: Tensor | None,
     emitted: Tensor | None, deterministic: bool, generator: object, seed: Any, offset: Any,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Trace the acceptance step. Its random numbers must be a function of arguments."""
     if generator is not None or seed is None or offset is None:
@@ -67,7 +68,7 @@ def sample(
         wanted = "both tensors or both ints"
         raise ValueError(needs("seed and offset", wanted, "one of each", "core.seed"))
     tokens, a, e = ops["chain_speculative_sampling"](
-        draft_probs, draft_token_ids, target_probs, accepted, emitted, deterministic, seed, offset
+        draft_probs, draft_token_ids, target_probs, accepted, emitted, deterministic, backend, seed, offset
     )
     return (
         tokens,

@@ -224,11 +224,11 @@ PACK = (
 
 def _sample(
     draft_probs: Tensor, draft_token_ids: Tensor, target_probs: Tensor, accepted: Tensor | None,
-    emitted: Tensor | None, deterministic: bool, seed: Tensor, offset: Tensor,
+    emitted: Tensor | None, deterministic: bool, backend: str, seed: Tensor, offset: Tensor,
 ) -> Any:  # fmt: skip
     a, e = (None if c is None else c.clone() for c in (accepted, emitted))
     return sampling.chain_speculative_sampling(
-        draft_probs, draft_token_ids, target_probs, a, e, deterministic, None, seed, offset
+        draft_probs, draft_token_ids, target_probs, a, e, deterministic, None, seed, offset, backend=backend
     )
 
 
@@ -242,7 +242,8 @@ SAMPLE = OpRow(
     "chain_speculative_sampling",
     (
         Arg("draft_probs"), Arg("draft_token_ids"), Arg("target_probs"), Arg("accepted", "Tensor?"),
-        Arg("emitted", "Tensor?"), const("deterministic", "bool"), Arg("seed"), Arg("offset"),
+        Arg("emitted", "Tensor?"), const("deterministic", "bool"), const("backend", "str"), Arg("seed"),
+        Arg("offset"),
     ),
     _sample, _sample_fresh, returns=3,
 )  # fmt: skip

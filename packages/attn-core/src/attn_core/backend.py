@@ -136,6 +136,48 @@ class AppendIO:
     kv_indptr: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingPath:
+    """One way a backend can sample chains; routed as the candidate ``backend/path``.
+
+    Attributes:
+        name: Path name; one of ``Backend.paths`` may have the same.
+        archs: Devices, by ``DeviceTarget.arch``; None for all.
+        dtypes: Types of probabilities; those of draft and target may differ.
+        max_vocab_size: Longest row, or None.
+    """
+
+    name: str
+    archs: frozenset[str] | None
+    dtypes: frozenset[torch.dtype]
+    max_vocab_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingIO:
+    """Tensors of one acceptance step, all on one device. ``tokens`` is written, the counters are added to.
+
+    Attributes:
+        draft_probs: ``[batch_size, n, vocab_size]``, stride 1 over the vocabulary; ``n`` may be 0.
+        target_probs: ``[batch_size, n + 1, vocab_size]``, likewise.
+        draft_token_ids: ``[batch_size, n]`` int64, contiguous; one outside [0, vocab_size) ends a chain.
+        seed: ``[1]`` or ``[batch_size]`` int64, contiguous: the 64 bits of the key.
+        offset: ``[1]`` or ``[batch_size]`` int64, contiguous: the low 64 bits of the counter.
+        tokens: ``[batch_size, n + 1]`` int32, contiguous.
+        accepted: ``[batch_size]`` int32, any stride.
+        emitted: ``[batch_size]`` int32, any stride; may be the memory of ``accepted``.
+    """
+
+    draft_probs: torch.Tensor
+    target_probs: torch.Tensor
+    draft_token_ids: torch.Tensor
+    seed: torch.Tensor
+    offset: torch.Tensor
+    tokens: torch.Tensor
+    accepted: torch.Tensor
+    emitted: torch.Tensor
+
+
 DeviceImage = Mapping[str, torch.Tensor]
 """Index arrays of a plan on the device, int32 unless said.
 
@@ -201,3 +243,29 @@ class AppendBackend(Backend, Protocol):
 
     def append(self, path: str, problem: AttentionProblem, io: AppendIO) -> None:
         """Write the rows into the cache: those slots change, no other byte does."""
+
+
+@runtime_checkable
+class SamplingBackend(Backend, Protocol):
+    """A backend that takes the acceptance step of speculative decoding."""
+
+    @property
+    def sampling(self) -> tuple[SamplingPath, ...]:
+        """Candidates for it, in this backend's own order of preference."""
+
+    def prepare_sampling(self, target: DeviceTarget, path: str) -> Reason | None:
+        """Build or load what the path needs. Idempotent. A Reason means: not this path, not now.
+
+        There is no plan: it is called by the first call on a device, which may be one during graph capture.
+        A path that would then have to load something says so instead.
+        """
+
+    def sample(self, path: str, io: SamplingIO) -> None:
+        """Enqueue one acceptance step on the current stream: bit for bit what ``docs/sampling.md`` says.
+
+        Random numbers are a function of seed, offset, row and position, and tokens are found in integers, so
+        there is one right answer. Reads nothing back from the device; may be captured.
+
+        Raises:
+            Unsupported: Cannot serve this; nothing was written. Under ``auto`` the next is tried.
+        """

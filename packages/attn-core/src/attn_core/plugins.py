@@ -11,7 +11,7 @@ from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
 from . import notices, tracing
-from .backend import API_VERSION, AppendBackend, Backend
+from .backend import API_VERSION, AppendBackend, Backend, SamplingBackend, SamplingPath
 from .errors import needs
 from .measured import NOTHING, Measured
 from .problem import Op
@@ -266,6 +266,21 @@ def _fault(backend: object) -> str | None:
     appends = any(Op.APPEND in path.capability.ops for path in backend.paths)
     if appends and not isinstance(backend, AppendBackend):
         return needs(str(name), "append(), which its capability claims", "none", "core.plugin")
+    return _sampling_fault(backend)
+
+
+def _sampling_fault(backend: Backend) -> str | None:
+    paths = getattr(backend, "sampling", ())
+    if not isinstance(paths, tuple) or not all(isinstance(path, SamplingPath) for path in paths):
+        return needs(
+            f"{backend.name}: sampling", "a tuple of SamplingPath", type(paths).__name__, "core.plugin"
+        )
+    if paths and not isinstance(backend, SamplingBackend):
+        want = "prepare_sampling() and sample(), as it has sampling paths"
+        return needs(backend.name, want, "none", "core.plugin")
+    if len({path.name for path in paths}) != len(paths):
+        names = ", ".join(path.name for path in paths)
+        return needs(f"{backend.name}: sampling", "names that differ", names, "core.plugin")
     return None
 
 

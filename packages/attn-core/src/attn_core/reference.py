@@ -12,7 +12,18 @@ from dataclasses import dataclass
 import torch
 
 from . import reference_math as math
-from .backend import API_VERSION, AppendIO, DeviceImage, Path, PlanResult, RunIO, TensorContract
+from . import sampling_math
+from .backend import (
+    API_VERSION,
+    AppendIO,
+    DeviceImage,
+    Path,
+    PlanResult,
+    RunIO,
+    SamplingIO,
+    SamplingPath,
+    TensorContract,
+)
 from .batch import HostBatch
 from .capability import FLOATS, FP8, Capability, GraphSupport
 from .problem import UNIFORM_OPS, AttentionProblem, MaskMode, Op, PosEncoding
@@ -35,6 +46,7 @@ CAPABILITY = Capability(
     batch_invariant=True,
     graph=GraphSupport.ALWAYS,
 )
+SAMPLED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 CONTRACT = TensorContract(dense_head_dim=False)
 
 _GATHER_BYTES = 64 << 20
@@ -75,6 +87,9 @@ class ReferenceBackend:
     name = "reference"
     rank = 1000
     paths = (Path("torch", CAPABILITY, CONTRACT),)
+    sampling = (
+        SamplingPath(name="torch", archs=None, dtypes=SAMPLED, max_vocab_size=sampling_math.MAX_VOCAB),
+    )
     rules = (Rule(CAPTURED_SPLIT, _PREFILL, frozenset({"torch"}), _captured_split),)
 
     def unavailable(self, target: DeviceTarget) -> Reason | None:
@@ -120,6 +135,15 @@ class ReferenceBackend:
     def append(self, path: str, problem: AttentionProblem, io: AppendIO) -> None:
         """Scatter the rows into their slots."""
         math.append(problem, io)
+
+    def prepare_sampling(self, target: DeviceTarget, path: str) -> Reason | None:
+        """Nothing to build."""
+        return None
+
+    @torch.no_grad()
+    def sample(self, path: str, io: SamplingIO) -> None:
+        """Take an acceptance step."""
+        sampling_math.sample(io)
 
 
 def _groups(batch: HostBatch, size: int) -> tuple[math.Group, ...]:

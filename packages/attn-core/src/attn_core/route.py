@@ -136,7 +136,7 @@ def screen(
     for backend in backends:
         # One that was not asked for is not asked either: its faults are no concern of this call.
         asked_for = requested == AUTO or requested.split("/")[0] == backend.name
-        missing = _unavailable(backend, target, requested) if asked_for else None
+        missing = unavailable(backend, target, requested) if asked_for else None
         for path in backend.paths:
             name = f"{backend.name}/{path.name}"
             refusals: tuple[Reason, ...]
@@ -153,7 +153,8 @@ def screen(
     return Screened(target, problem, graph, requested, tuple(found), prefer, pairs)
 
 
-def _unavailable(backend: Backend, target: DeviceTarget, requested: str) -> Reason | None:
+def unavailable(backend: Backend, target: DeviceTarget, requested: str) -> Reason | None:
+    """Return why a backend cannot be used on a device; one that raises Unsupported says it under ``auto``."""
     try:
         return backend.unavailable(target)
     except Unsupported as late:

@@ -9,22 +9,16 @@ from __future__ import annotations
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from . import tracing
+from . import notices, plugins, tracing
+from .backend import SamplingIO
 from .errors import needs
-from .philox import philox4x32, uniform53
+from .sampling_math import MAX_VOCAB, PAD
+from .sampling_route import Sampler, SamplingProblem, screened, serve
+from .target import target_of
 
 _PROB_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ID_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64)
 _SEED_DTYPES = (torch.int64, torch.uint64)
-_PAD = -1
-# Weights are scaled so that the largest of a row has this many bits in front of the point ...
-_WEIGHT_BITS = 40
-# ... which keeps a row's sum in int64 for this many of them.
-_MAX_VOCAB = 2**22
-_FLOAT32_BIAS = 127
-# Rows that nowhere reach 2**-80 are scaled as if they did: the scale itself has to be a float32.
-_MIN_EXPONENT = -80
-_SMALLEST = 2.0 ** (_MIN_EXPONENT + 1 - _WEIGHT_BITS)  # the smallest weight that is not truncated to 0 then
 
 
 @torch.no_grad()
@@ -38,6 +32,8 @@ def chain_speculative_sampling(
     generator: torch.Generator | None = None,
     seed: int | torch.Tensor | None = None,
     offset: int | torch.Tensor | None = None,
+    *,
+    backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Accept a prefix of each request's draft chain and sample the one token that follows it.
 
@@ -64,7 +60,9 @@ def chain_speculative_sampling(
       CPU one.
 
     Reads nothing back from a device. May be called during graph capture if ``seed`` and ``offset`` are device
-    tensors: a replay reads what they hold then, so change one of them before each.
+    tensors: a replay reads what they hold then, so change one of them before each. Call it once before, so
+    that the kernel is loaded: ``auto`` captures another candidate where it is not, and a backend that was
+    named refuses.
 
     Args:
         draft_probs: ``[batch_size, n, vocab_size]`` float16, bfloat16, float32 or float64 (rounded to float32
@@ -80,6 +78,7 @@ def chain_speculative_sampling(
             or ``[batch_size]`` for a seed per request. With the latter a request's tokens do not depend on
             its row; equal seeds then mean equal random numbers.
         offset: As ``seed``, and given exactly if it is; both are ints or both tensors.
+        backend: ``auto``, a backend, or a candidate ``backend/path``. Every one gives the same tokens.
 
     Returns:
         ``(tokens, accepted, emitted)``: ``tokens`` ``[batch_size, n + 1]`` int32, the accepted drafts, the
@@ -87,16 +86,17 @@ def chain_speculative_sampling(
 
     Raises:
         TypeError: A dtype is not as above.
-        ValueError: Shapes or devices do not fit together; ``seed`` or ``offset`` is missing, out of range, or
-            is not a device tensor during capture; the generator is on a third device; ``vocab_size`` is not
-            in [1, 2**22]. On the CPU also: a draft id is outside [-1, vocab_size). On a device it ends the
-            chain as -1 does.
+        NotImplementedError: No backend serves the combination.
+        ValueError: Shapes or devices do not fit together; ``backend`` names nothing; ``seed`` or ``offset``
+            is missing, out of range, or is not a device tensor during capture; the generator is on a third
+            device; ``vocab_size`` is not in [1, 2**22]. On the CPU also: a draft id is outside
+            [-1, vocab_size). On a device it ends the chain as -1 does.
     """
     if is_dynamo_compiling():
         return tracing.call(  # type: ignore[no-any-return]
             "chain_speculative_sampling", draft_probs, draft_token_ids, target_probs,
             maybe_output_accepted_token_num, maybe_output_emitted_draft_token_num, deterministic, generator,
-            seed, offset,
+            seed, offset, backend,
         )  # fmt: skip
     _check_probs(draft_probs, draft_token_ids, target_probs)
     counters = {
@@ -112,98 +112,31 @@ def chain_speculative_sampling(
     ids = draft_token_ids.to(torch.int64)
     if device.type == "cpu":
         _check_ids(ids, vocab_size)
-    is_draft = ((ids >= 0) & (ids < vocab_size)).cumprod(1).bool()
-
-    u_accept, u_token = _uniforms(*_seed_and_offset(seed, offset, generator, device), batch_size, n + 1)
-    passed = is_draft & _passes(draft_probs, target_probs, ids.clamp(0, vocab_size - 1), u_accept[:, :n])
-    emitted = passed.cumprod(1).sum(1)
-    rejected = emitted < is_draft.sum(1)
-    token = _draw(_weights(draft_probs, target_probs, emitted, rejected), u_token.gather(1, emitted[:, None]))
-
-    position = torch.arange(n + 1, device=device)
-    tokens = torch.nn.functional.pad(ids, (0, 1)).masked_fill_(position >= emitted[:, None], _PAD)
-    tokens = torch.where(position == emitted[:, None], token[:, None], tokens).to(torch.int32)
-    accepted_out, emitted_out = (
+    problem = SamplingProblem(draft_probs.dtype, target_probs.dtype, vocab_size)
+    target = target_of(device)
+    samplers = screened(target, problem, backend, plugins.registry())  # before the generator moves on
+    seeds, offsets = _seed_and_offset(seed, offset, generator, device)
+    tokens = torch.empty(batch_size, n + 1, dtype=torch.int32, device=device)
+    accepted, emitted = (
         torch.zeros(batch_size, dtype=torch.int32, device=device) if counter is None else counter
         for counter in counters.values()
     )
-    return tokens, accepted_out.add_(passed.sum(1)), emitted_out.add_(emitted)
+    if batch_size:
+        io = SamplingIO(
+            _dense(draft_probs), _dense(target_probs), ids.contiguous(), seeds, offsets,
+            tokens, accepted, emitted,
+        )  # fmt: skip
+
+        def take(sampler: Sampler) -> None:
+            sampler.backend.sample(sampler.path.name, io)
+
+        chosen, refused = serve(samplers, target, take)
+        notices.announce(target, refused, chosen)
+    return tokens, accepted, emitted
 
 
-def _passes(
-    draft_probs: torch.Tensor, target_probs: torch.Tensor, ids: torch.Tensor, u: torch.Tensor
-) -> torch.Tensor:
-    """Test every draft on its own, ``[batch_size, n]``. NaN, infinite and negative numbers fail."""
-    q = draft_probs.gather(2, ids[..., None]).squeeze(2).to(torch.float64)
-    p = target_probs[:, : ids.shape[1]].gather(2, ids[..., None]).squeeze(2).to(torch.float64)
-    usable = (q >= 0) & (p > 0) & (p < float("inf"))
-    # The second term is implied where u < 1 and nothing rounds or underflows; it is what must hold.
-    return usable & ((u * q < p) | (q <= p))
-
-
-def _weights(
-    draft_probs: torch.Tensor, target_probs: torch.Tensor, position: torch.Tensor, rejected: torch.Tensor
-) -> torch.Tensor:
-    """Return ``[batch_size, vocab_size]``: what each last token is drawn from, zero if none can be."""
-    rows = torch.arange(position.numel(), device=position.device)
-    weights = target = target_probs[rows, position].to(torch.float32)
-    drawable = _is_law(target)
-    if draft_probs.shape[1] > 0:
-        draft = draft_probs[rows, position.clamp(max=draft_probs.shape[1] - 1)].to(torch.float32)
-        drawable &= _is_law(draft) | ~rejected
-        residual = torch.sub(target, draft, out=draft).clamp_(min=0)
-        use_residual = rejected & (residual.amax(1) >= _SMALLEST)
-        weights = torch.where(use_residual[:, None], residual, target)
-    return weights.masked_fill_(~drawable[:, None], 0.0)
-
-
-def _is_law(rows: torch.Tensor) -> torch.Tensor:
-    """Whether all numbers of a row are finite and not negative (NaN makes every comparison false)."""
-    low, high = torch.aminmax(rows, dim=1)
-    return (low >= 0) & (high < float("inf"))
-
-
-def _draw(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """Draw one index per row: the first whose running sum exceeds ``u`` ``[rows, 1]`` times the total.
-
-    That is never an index of weight 0; a row of zeros gives -1.
-    """
-    running = _fixed_point(weights).cumsum_(1)
-    total = running[:, -1:].contiguous()
-    # u is at most 1 - 2**-53, so the product stays below the total also where both are rounded.
-    threshold = (u * total.to(torch.float64)).to(torch.int64)
-    return torch.searchsorted(running, threshold, right=True).masked_fill_(total == 0, _PAD).squeeze(1)
-
-
-def _fixed_point(weights: torch.Tensor) -> torch.Tensor:
-    """Scale each row by a power of two and truncate to integers below ``2**_WEIGHT_BITS``.
-
-    Overwrites its input. Sums of integers do not depend on their order. With them the draw is reproducible on
-    and across devices, which a floating-point scan is not. The scale is put together from exponent bits, so
-    it too is exact.
-    """
-    exponent = (weights.amax(1, keepdim=True).view(torch.int32) >> 23) - _FLOAT32_BIAS
-    scale_exponent = _WEIGHT_BITS - 1 - exponent.clamp_(min=_MIN_EXPONENT)
-    scale = ((scale_exponent + _FLOAT32_BIAS) << 23).view(torch.float32)
-    return weights.mul_(scale).to(torch.int64)
-
-
-def _uniforms(
-    seed: torch.Tensor, offset: torch.Tensor, rows: int, positions: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two float64 uniforms in [0, 1) for each row and position, ``[rows, positions]`` each.
-
-    The counter is (offset, row, position + 1). Torch's and FlashInfer's own kernels have 0 in the last word,
-    so a seed used there too gives other numbers here.
-    """
-    row = torch.arange(rows, device=seed.device)[:, None]
-    if seed.numel() > 1:
-        row = torch.zeros_like(row)  # a seed per request replaces the row number
-    position = torch.arange(1, positions + 1, device=seed.device)
-    offset = offset[:, None]
-    counter = (offset & 0xFFFFFFFF, (offset >> 32) & 0xFFFFFFFF, row, position)
-    words = philox4x32(counter, seed[:, None])
-    return uniform53(words[0], words[1]), uniform53(words[2], words[3])
+def _dense(probs: torch.Tensor) -> torch.Tensor:
+    return probs if probs.stride(2) == 1 else probs.contiguous()
 
 
 def _seed_and_offset(
@@ -214,7 +147,8 @@ def _seed_and_offset(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return both as int64 tensors of 1 or ``batch_size`` entries; may advance the generator."""
     if isinstance(seed, torch.Tensor) and isinstance(offset, torch.Tensor):
-        return seed.view(torch.int64).reshape(-1), offset.view(torch.int64).reshape(-1)
+        first, second = (t.view(torch.int64).reshape(-1).contiguous() for t in (seed, offset))
+        return first, second
     if seed is None or offset is None:
         on_host = generator is not None and generator.device.type == "cpu"
         source = torch.device("cpu") if on_host else device
@@ -246,8 +180,8 @@ def _check_probs(
         got = f"shape {tuple(draft_probs.shape)}"
         raise ValueError(needs("draft_probs", wanted, got, "core.sampling-shape"))
     batch_size, n, vocab_size = draft_probs.shape
-    if not 1 <= vocab_size <= _MAX_VOCAB:
-        wanted = f"a vocab_size of 1 to {_MAX_VOCAB}"
+    if not 1 <= vocab_size <= MAX_VOCAB:
+        wanted = f"a vocab_size of 1 to {MAX_VOCAB}"
         raise ValueError(needs("draft_probs", wanted, vocab_size, "core.sampling-vocab"))
     for name, tensor, shape in (
         ("draft_token_ids", draft_token_ids, (batch_size, n)),
@@ -260,7 +194,7 @@ def _check_probs(
 
 
 def _check_ids(ids: torch.Tensor, vocab_size: int) -> None:
-    in_front_of_pad = (ids != _PAD).cumprod(1).bool()
+    in_front_of_pad = (ids != PAD).cumprod(1).bool()
     outside = in_front_of_pad & ((ids < 0) | (ids >= vocab_size))
     if bool(outside.any()):
         row, column = divmod(int(outside.to(torch.uint8).argmax()), ids.shape[1])

@@ -6,7 +6,17 @@ from dataclasses import replace
 
 import torch
 
-from attn_core.backend import API_VERSION, AppendIO, DeviceImage, Path, PlanResult, RunIO, TensorContract
+from attn_core.backend import (
+    API_VERSION,
+    AppendIO,
+    DeviceImage,
+    Path,
+    PlanResult,
+    RunIO,
+    SamplingIO,
+    SamplingPath,
+    TensorContract,
+)
 from attn_core.batch import HostBatch
 from attn_core.capability import FLOATS, FP8, Capability, Dims, GraphSupport
 from attn_core.problem import AttentionProblem, MaskMode, Op, PosEncoding
@@ -69,6 +79,10 @@ class Fa2Backend:
         Path(TILE, GPU_CAPABILITY, TensorContract(q="dense")),
         Path(CPU, CPU_CAPABILITY, TensorContract(q="dense")),
     )
+    sampling = (
+        SamplingPath(name=TILE, archs=GPU_CAPABILITY.archs, dtypes=frozenset(launch.PROBABILITIES)),
+        SamplingPath(name=CPU, archs=CPU_CAPABILITY.archs, dtypes=frozenset(launch.PROBABILITIES)),
+    )
     rules: tuple[Rule, ...] = RULES
     codes = codes.CODES
     pages = budget.PAGES
@@ -117,6 +131,25 @@ class Fa2Backend:
         target = target_of(io.k.device)
         kernel = self._gpu.get(target, variants.misc_variants(target.arch)["append"])
         launch_gpu.append(native, kernel, candidate, problem, io)
+
+    def prepare_sampling(self, target: DeviceTarget, path: str) -> Reason | None:
+        """Load the native module, and a GPU's kernel unless a graph is being captured."""
+        failed = self._host.prepare()
+        if failed is not None or path != TILE:
+            return failed
+        return self._gpu.ready(self._host.module(), target, self._sampler(target))
+
+    def sample(self, path: str, io: SamplingIO) -> None:
+        """Take an acceptance step."""
+        native = self._host.module()
+        if path == CPU:
+            launch.sample(native, io)
+            return
+        target = target_of(io.tokens.device)
+        launch_gpu.sample(native, self._gpu.get(target, self._sampler(target)), io)
+
+    def _sampler(self, target: DeviceTarget) -> variants.Variant:
+        return variants.misc_variants(target.arch)["chain_sample"]
 
     def doctor(self) -> dict[str, object]:
         """Return instruction set, compilers, cache and builds."""

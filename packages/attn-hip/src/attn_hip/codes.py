@@ -48,6 +48,12 @@ LOAD = Code(
     "needs its kernels for {limit} to load",
     meaning="The driver refused a code object; the message is the driver's.",
 )
+CAPTURE = Code(
+    "fa2.capture",
+    Stage.PREPARE,
+    "needs one call before graph capture, to load {limit}",
+    meaning="Code cannot be loaded while a stream is captured; append and sampling have no plan() that does.",
+)
 MIXED_TYPES = Code(
     "fa2.mixed-types",
     Stage.CAPABILITY,
@@ -61,5 +67,5 @@ CACHE_STRIDE = Code(
     meaning="The elements of a head of the cache are not next to each other.",
 )
 CODES = (
-    DRIVER, DEVICE_COMPILER, COMPILER, CACHE, BUILD, DEVICE_BUILD, LOAD, MIXED_TYPES, CACHE_STRIDE,
+    DRIVER, DEVICE_COMPILER, COMPILER, CACHE, BUILD, DEVICE_BUILD, LOAD, CAPTURE, MIXED_TYPES, CACHE_STRIDE,
 )  # fmt: skip

@@ -77,16 +77,22 @@ class Gpu:
             problem: What will be planned.
         """
         for variant in needed(target.arch, problem):
-            slot = _slot(target, variant)
-            if slot in self._loaded:
-                continue
-            with self._lock:
-                if slot not in self._loaded and slot not in self._failed:
-                    self._load(native, slot, target, variant)
-                failed = self._failed.get(slot)
+            failed = self.ready(native, target, variant)
             if failed is not None:
                 return failed
         return None
+
+    def ready(self, native: Any, target: DeviceTarget, variant: Variant) -> Reason | None:
+        """Load one kernel; a failure is remembered. During graph capture nothing is loaded."""
+        slot = _slot(target, variant)
+        if slot in self._loaded:
+            return None
+        if _capturing():
+            return Reason(codes.CAPTURE, CANDIDATE, variant.name)
+        with self._lock:
+            if slot not in self._loaded and slot not in self._failed:
+                self._load(native, slot, target, variant)
+            return self._failed.get(slot)
 
     def get(self, target: DeviceTarget, variant: Variant) -> Loaded:
         """Return a kernel that :meth:`prepare` has loaded.
@@ -153,6 +159,11 @@ def is_here(target: DeviceTarget) -> bool:
     if not built_for or not torch.cuda.is_available() or target.index >= torch.cuda.device_count():
         return False
     return target_of(torch.device("cuda", target.index)).arch == target.arch
+
+
+def _capturing() -> bool:
+    """Whether loading now would end a capture: drivers wait for the device to load code."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _slot(target: DeviceTarget, variant: Variant) -> _Slot:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from attn_core.backend import AppendIO, DeviceImage, RunIO
+from attn_core.backend import AppendIO, DeviceImage, RunIO, SamplingIO
 from attn_core.errors import Unsupported
 from attn_core.problem import AttentionProblem, MaskMode, PosEncoding
 from attn_core.reasons import Reason
@@ -20,6 +20,7 @@ _ITEM_WORDS = 8
 DTYPES = {
     torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3, torch.float8_e4m3fnuz: 4,
 }  # fmt: skip
+PROBABILITIES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 5}
 MASKS = {MaskMode.NONE: 0, MaskMode.CAUSAL: 1, MaskMode.CUSTOM: 2}
 POSITIONS = {PosEncoding.NONE: 0, PosEncoding.ROPE_LLAMA: 1, PosEncoding.ALIBI: 2}
 
@@ -153,4 +154,21 @@ def append_params(
         key.stride(), value.stride(), k.stride(), v.stride(), problem.kv.order == "HND",
         key.shape[0], min(k.shape[0], v.shape[0]), io.kv_indptr.numel() - 1, io.kv_indices.numel(),
         DTYPES[k.dtype], key.shape[1], key.shape[2], value.shape[2], problem.page_size or 0,
+    )  # fmt: skip
+
+
+def sample(native: Any, io: SamplingIO) -> None:
+    """Take an acceptance step; requests go to torch's number of threads."""
+    native.sample(sample_params(native, io), io.tokens.shape[0], torch.get_num_threads())
+
+
+def sample_params(native: Any, io: SamplingIO) -> Any:
+    """Return the parameters of an acceptance step as native code takes them."""
+    draft, target = io.draft_probs, io.target_probs
+    return native.Sample(
+        draft.data_ptr(), target.data_ptr(), io.draft_token_ids.data_ptr(), io.seed.data_ptr(),
+        io.offset.data_ptr(), io.tokens.data_ptr(), io.accepted.data_ptr(), io.emitted.data_ptr(),
+        draft.stride(), target.stride(), io.accepted.stride(0), io.emitted.stride(0),
+        draft.shape[2], draft.shape[1], io.seed.numel(), io.offset.numel(),
+        PROBABILITIES[draft.dtype], PROBABILITIES[target.dtype],
     )  # fmt: skip

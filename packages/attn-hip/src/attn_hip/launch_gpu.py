@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attn_core.backend import AppendIO, DeviceImage, RunIO
+from attn_core.backend import AppendIO, DeviceImage, RunIO, SamplingIO
 from attn_core.errors import needs
 from attn_core.problem import AttentionProblem, PosEncoding
 
@@ -21,6 +21,7 @@ from .launch import (
     append_rows,
     neutral,
     run_strided,
+    sample_params,
     scales_of,
 )
 
@@ -164,5 +165,18 @@ def append(native: Any, kernel: Loaded, candidate: str, problem: AttentionProble
         append_params(native, problem, key, value, io), kernel.native_driver, kernel.native,
         kernel.variant.rows, _stream(io.k),
     )  # fmt: skip
+    if error:
+        raise _refused(kernel, error)
+
+
+def sample(native: Any, kernel: Loaded, io: SamplingIO) -> None:
+    """Take an acceptance step on the current stream: a block per request. May be captured.
+
+    Raises:
+        RuntimeError: The driver refused the launch.
+    """
+    error = native.gpu_sample(
+        sample_params(native, io), kernel.native_driver, kernel.native, io.tokens.shape[0], _stream(io.tokens)
+    )
     if error:
         raise _refused(kernel, error)

@@ -59,7 +59,8 @@ def explain(
         _option(
             "--op",
             "OP",
-            "decode, verify, prefill_paged, prefill_ragged, prefill_single, decode_single or append.",
+            "decode, verify, prefill_paged, prefill_ragged, prefill_single, decode_single, append or "
+            "chain_sampling.",
             _LAYER,
         ),
     ] = None,
@@ -67,8 +68,13 @@ def explain(
         str | None, _option("--heads", "QO/KV", "Query and key/value heads. (32/8)", _LAYER)
     ] = None,
     head_dim: Annotated[str | None, _option("--head-dim", "N or QK/VO", "Head sizes. (128)", _LAYER)] = None,
-    dtype: Annotated[str | None, _option("--dtype", "DTYPE", "Type of q. (bfloat16)", _LAYER)] = None,
+    dtype: Annotated[
+        str | None, _option("--dtype", "DTYPE", "Type of q; of probabilities. (bfloat16; float32)", _LAYER)
+    ] = None,
     kv_dtype: Annotated[str | None, _option("--kv-dtype", "DTYPE", "Type of k and v. (q's)", _LAYER)] = None,
+    vocab_size: Annotated[
+        str | None, _option("--vocab-size", "N", "Of chain_sampling. (128256)", _LAYER)
+    ] = None,
     o_dtype: Annotated[str | None, _option("--o-dtype", "DTYPE", "Type of out. (q's)", _LAYER)] = None,
     layout: Annotated[str | None, _option("--layout", "LAYOUT", "NHD or HND. (NHD)", _LAYER)] = None,
     page_size: Annotated[str | None, _option("--page-size", "N", "Tokens per page. (16)", _LAYER)] = None,
@@ -131,22 +137,11 @@ def explain(
     Exits 0 when a route exists, 1 when none does, 2 when an option does not fit.
     """
     given = dict(locals())
-    from . import explain as run
-    from .ask import Options
-    from .installed import assumptions
+    from .explain_command import explain_command
 
     assumed = given.pop("assume"), given.pop("aiter_version")
     del given["json"]
-    with refusing("explain"):
-        try:
-            answer = run.explain(Options(**given), assumptions(*assumed))
-        except run.BackendRaised as err:
-            give_up("explain", err, 1)
-    if json:
-        say_json(run.as_json(answer))
-    else:
-        show(run.render(answer))
-    raise typer.Exit(0 if answer.chosen else 1)
+    explain_command(given, *assumed, json)
 
 
 @app.command()

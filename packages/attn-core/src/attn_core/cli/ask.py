@@ -7,12 +7,15 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from ..arguments import as_dtype
 from ..batch import INT32_MAX, BatchShape
 from ..errors import needs
 from ..options import make_problem
 from ..problem import AttentionProblem, MaskMode, Op, PagedKV, RaggedKV
 from ..query import GraphLimits, Query
 from ..route import AUTO
+from ..sampling_route import OP as CHAIN_SAMPLING
+from ..sampling_route import SamplingProblem
 from ..target import DeviceTarget, parse_target, target_of
 
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -45,6 +48,7 @@ class Options:
     latent: bool = False
     graph: bool = False
     backend: str | None = None
+    vocab_size: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,7 @@ _APPLIES = {
     "page_size": ("an op with a paged cache", _PAGED),
     "batch": ("an op over a batch", _BATCHED),
     "latent": ("prefill_paged", frozenset({Op.PREFILL_PAGED})),
+    "vocab_size": (CHAIN_SAMPLING, frozenset[Op]()),
     "graph": ("an op whose wrapper can be captured", _PLANNED),
     "fixed_split_size": ("an op with a batch wrapper", _PLANNED),
     "disable_split_kv": ("an op with a batch wrapper", _PLANNED),
@@ -106,12 +111,37 @@ def ask(options: Options, known: tuple[DeviceTarget, ...]) -> Query:
         ValueError: An option is missing, malformed, unknown, or one that the op's entry point does not
             have; the text names the option.
     """
-    op = Op(_choice("op", options.op, None, [op.value for op in Op]))
+    op = Op(_choice("op", options.op, None, [*(op.value for op in Op), CHAIN_SAMPLING]))
     _refuse_foreign(options, op)
-    target = this_machine() if options.arch is None else parse_target(options.arch, known)
+    target = target_asked(options, known)
     problem = _problem(options, op)
     shape = _shape(options, problem)
     return Query(target, problem, shape, _limits(shape, problem) if options.graph else None)
+
+
+_OF_SAMPLING = frozenset({"op", "arch", "dtype", "vocab_size", "backend"})
+
+
+def ask_sampling(options: Options) -> SamplingProblem:
+    """Build the question about an acceptance step.
+
+    Raises:
+        ValueError: As for :func:`ask`.
+    """
+    for field in fields(options):
+        if field.name not in _OF_SAMPLING and getattr(options, field.name) not in (None, False):
+            raise ValueError(needs(_flag(field.name), "an op over a cache", CHAIN_SAMPLING, "cli.option"))
+    dtype = as_dtype("--dtype", _dtype(options.dtype) or "float32")
+    return SamplingProblem(dtype, dtype, _whole("vocab-size", options.vocab_size, 128_256))
+
+
+def target_asked(options: Options, known: tuple[DeviceTarget, ...]) -> DeviceTarget:
+    """Return the device that was asked about, by default one of this machine.
+
+    Raises:
+        ValueError: ``--arch`` names none.
+    """
+    return this_machine() if options.arch is None else parse_target(options.arch, known)
 
 
 def requested(options: Options) -> str:

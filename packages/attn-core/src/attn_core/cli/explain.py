@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from rich.console import Group, RenderableType
@@ -18,6 +18,7 @@ from ..problem import AttentionProblem, PagedKV
 from ..query import Query
 from ..reasons import Reason
 from ..route import AUTO, Verdict
+from ..target import DeviceTarget
 from .ask import Options, ask, requested
 from .grounds import Ground, grounds, render_grounds
 from .installed import Assumed, installed
@@ -106,14 +107,19 @@ def as_json(e: Explanation) -> dict[str, object]:
     """Return the explanation as one object."""
     return {
         "chosen": e.chosen,
-        "candidates": [
-            {"candidate": v.candidate, "chosen": v.chosen, "refusals": [_refusal(r) for r in v.refusals]}
-            for v in e.verdicts
-        ],
+        "candidates": said(e.verdicts),
         "query": _echo(e),
         "grounds": [asdict(g) for g in e.grounds],
         "broken": [asdict(b) for b in e.broken],
     }
+
+
+def said(verdicts: Sequence[Verdict]) -> list[dict[str, object]]:
+    """Return what each candidate says, ready for JSON."""
+    return [
+        {"candidate": v.candidate, "chosen": v.chosen, "refusals": [_refusal(r) for r in v.refusals]}
+        for v in verdicts
+    ]
 
 
 def _refusal(reason: Reason) -> dict[str, object]:
@@ -144,21 +150,37 @@ def _echo(e: Explanation) -> dict[str, object]:
 
 def render(e: Explanation) -> RenderableType:
     """Return the explanation as text for a terminal."""
-    title = Text.assemble((e.query.problem.op.value, "bold"), " on ", (_device(e.query), "bold"))
-    parts: list[RenderableType] = [title, styled(_facts(e), "dim"), Text()]
+    return page(
+        e.query.problem.op.value, device_name(e.query.target), _facts(e), e.verdicts,
+        render_grounds(e.grounds), e.broken, sentence(e),
+    )  # fmt: skip
+
+
+def page(
+    op: str,
+    device: str,
+    facts: str,
+    verdicts: Sequence[Verdict],
+    grounds: Iterable[RenderableType],
+    broken: Sequence[Broken],
+    closing: str,
+) -> RenderableType:
+    """Return a page: what was asked, what each candidate says, and the answer in a sentence."""
+    title = Text.assemble((op, "bold"), " on ", (device, "bold"))
+    parts: list[RenderableType] = [title, styled(facts, "dim"), Text()]
     taken = False
-    name_width = max((len(v.candidate) for v in e.verdicts), default=1)
-    code_width = max((len(r.code.slug) for v in e.verdicts for r in v.refusals), default=1)
-    for verdict, after in zip(e.verdicts, (*e.verdicts[1:], None), strict=True):
+    name_width = max((len(v.candidate) for v in verdicts), default=1)
+    code_width = max((len(r.code.slug) for v in verdicts for r in v.refusals), default=1)
+    for verdict, after in zip(verdicts, (*verdicts[1:], None), strict=True):
         parts.append(_headline(verdict, name_width, after=taken))
         if verdict.refusals and not _alike(verdict, after):  # neighbours share what they share
             parts.append(_because(verdict.refusals, code_width))
         taken = taken or verdict.chosen
-    parts += [Text(), *render_grounds(e.grounds)]
-    for broken in e.broken:
-        line = f"Not asked: plugin {broken.name} is broken ({broken.error})"
+    parts += [Text(), *grounds]
+    for each in broken:
+        line = f"Not asked: plugin {each.name} is broken ({each.error})"
         parts.append(styled(line, "yellow"))
-    parts.append(Text(sentence(e)))
+    parts.append(Text(closing))
     return Group(*parts)
 
 
@@ -190,8 +212,8 @@ def _because(refusals: tuple[Reason, ...], code_width: int) -> RenderableType:
     return Padding(table, (0, 0, 0, 4), expand=True)
 
 
-def _device(query: Query) -> str:
-    target = query.target
+def device_name(target: DeviceTarget) -> str:
+    """Return a device in words."""
     units = f", {target.num_cus} compute units" if target.num_cus else ""
     return target.arch + (f" ({target.kind}{units})" if target.kind != target.arch else "")
 
@@ -236,20 +258,25 @@ def _both(first: object, second: object) -> str:
 
 def sentence(e: Explanation) -> str:
     """Return the answer in one plain sentence."""
-    what = f"{e.query.problem.op.value} on {e.query.target.arch}"
-    if e.chosen is None:
-        whom = "installed" if e.requested == AUTO else f"of {e.requested!r}"
-        return f"Nothing {whom} can serve {what} as asked; plan() would raise NoRoute with these reasons."
+    return conclusion(f"{e.query.problem.op.value} on {e.query.target.arch}", e.requested, e.verdicts)
+
+
+def conclusion(what: str, wanted: str, verdicts: Sequence[Verdict], caller: str = "plan()") -> str:
+    """Return who would serve ``what``, and who was passed over, in one plain sentence."""
+    taken = next((v.candidate for v in verdicts if v.chosen), None)
+    if taken is None:
+        whom = "installed" if wanted == AUTO else f"of {wanted!r}"
+        return f"Nothing {whom} can serve {what} as asked; {caller} would raise NoRoute with these reasons."
     passed: list[str] = []
-    for verdict in e.verdicts:
+    for verdict in verdicts:
         if verdict.chosen:
             break
         if any(not reason.code.quiet for reason in verdict.refusals):
             passed.append(verdict.candidate)
     if not passed:
-        return f"{e.chosen} would serve {what}."
+        return f"{taken} would serve {what}."
     verb = "is" if len(passed) == 1 else "are"
-    return f"{e.chosen} would serve {what}, since {_list(passed)} {verb} refused."
+    return f"{taken} would serve {what}, since {_list(passed)} {verb} refused."
 
 
 def _list(names: list[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from .. import capability, notices, plugins, route
+from .. import capability, notices, plugins, route, sampling_route
 from ..backend import Backend
 from ..errors import needs
 from ..plugins import Registry
@@ -98,7 +98,7 @@ class Assumed:
 
 def core_codes() -> tuple[Code, ...]:
     """Return the codes that attn-core itself gives."""
-    return (*capability.CODES, *route.CODES)
+    return (*capability.CODES, *route.CODES, *sampling_route.CODES)
 
 
 def backend_codes(backend: Backend) -> tuple[Code, ...]:

@@ -10,7 +10,18 @@ from typing import Any
 import torch
 
 from .. import plugins
-from ..backend import AppendBackend, AppendIO, Backend, DeviceImage, Path, PlanResult, RunIO
+from ..backend import (
+    AppendBackend,
+    AppendIO,
+    Backend,
+    DeviceImage,
+    Path,
+    PlanResult,
+    RunIO,
+    SamplingBackend,
+    SamplingIO,
+    SamplingPath,
+)
 from ..batch import HostBatch
 from ..decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache
 from ..prefill import (
@@ -85,6 +96,30 @@ def _registry(backend: Backend, path: Path) -> plugins.Registry:
 def only(backend: Backend, path: Path) -> Iterator[None]:
     """Make one path the process's only candidate; what was installed comes back afterwards."""
     old = plugins.use(_registry(backend, path))
+    try:
+        yield
+    finally:
+        plugins.use(old)
+
+
+class _OneSamplingPath(_OnePath):
+    def __init__(self, backend: SamplingBackend, path: SamplingPath) -> None:
+        super().__init__(backend, backend.paths[0])
+        self._sampler = backend
+        self.sampling = (path,)
+
+    def prepare_sampling(self, target: DeviceTarget, path: str) -> Reason | None:
+        return self._sampler.prepare_sampling(target, path)
+
+    def sample(self, path: str, io: SamplingIO) -> None:
+        self._sampler.sample(path, io)
+
+
+@contextmanager
+def only_sampling(backend: SamplingBackend, path: SamplingPath) -> Iterator[None]:
+    """Make one sampling path the process's only candidate; what was installed comes back afterwards."""
+    one = _OneSamplingPath(backend, path)
+    old = plugins.use(plugins.Registry((one,), (), (), {backend.name: "the backend under test"}))
     try:
         yield
     finally:

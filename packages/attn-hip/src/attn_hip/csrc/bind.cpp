@@ -8,16 +8,15 @@
 #include <algorithm>
 #include <array>
 #include <memory>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "bind_memory.h"
+#include "bind_rows.h"
 #include "gpu_launch.h"
 #include "kernels.h"
 #include "planner.h"
 #include "pool.h"
-
-namespace py = pybind11;
 
 namespace attn {
 namespace {
@@ -26,32 +25,6 @@ constexpr int kMostDims = 512;
 constexpr int kItemWords = sizeof(WorkItem) / sizeof(int32_t);
 constexpr int kCountWords = 4;
 static_assert(sizeof(MergeItem) == sizeof(WorkItem), "both have the same number of words in the image");
-
-template <class T>
-T* at(uint64_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-void require(bool holds, const char* message) {
-  if (!holds) throw std::invalid_argument(message);
-}
-
-// Entry i of the tuple that Tensor.stride() returns.
-int64_t stride(const py::tuple& strides, size_t i) {
-  const int64_t value = PyLong_AsLongLong(PyTuple_GET_ITEM(strides.ptr(), Py_ssize_t(i)));
-  if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
-  return value;
-}
-
-struct KvStrides {
-  int64_t page, token, head;
-};
-
-KvStrides kv_strides(const py::tuple& strides, bool paged, bool heads_first) {
-  require(strides.size() == (paged ? 4 : 3), "native: k and v need 4 dimensions when paged, else 3 [fa2.native]");
-  if (!paged) return {0, stride(strides, 0), stride(strides, 1)};
-  return {stride(strides, 0), stride(strides, heads_first ? 2 : 1), stride(strides, heads_first ? 1 : 2)};
-}
 
 // How a batch is planned, apart from the batch.
 PlanInput plan_input(int group, int num_kv_heads, int tile_q, int tile_kv, int min_chunk, int fine, int workers, int max_heads,
@@ -282,42 +255,6 @@ GpuFunction gpu_function(uint64_t handle, unsigned threads, unsigned lds) {
   return {at<void>(handle), threads, lds};
 }
 
-constexpr int64_t kAppendRows = 64;  // of one item; fewer are not worth a thread
-
-AppendParams append_params(uint64_t key, uint64_t value, uint64_t k, uint64_t v, uint64_t batch_indices,
-                           uint64_t positions, uint64_t kv_indices, uint64_t kv_indptr, const py::tuple& key_strides,
-                           const py::tuple& value_strides, const py::tuple& k_strides, const py::tuple& v_strides,
-                           bool heads_first, int64_t nnz, int64_t num_pages, int batch, int num_indices, int dtype,
-                           int num_kv_heads, int head_dim_qk, int head_dim_vo, int page_size) {
-  require(page_size > 0, "native: page_size needs to be positive [fa2.native]");
-  const KvStrides ks = kv_strides(k_strides, true, heads_first), vs = kv_strides(v_strides, true, heads_first);
-  AppendParams p = {};
-  p.key = at<void>(key), p.value = at<void>(value), p.k = at<void>(k), p.v = at<void>(v);
-  p.batch_indices = at<int32_t>(batch_indices), p.positions = at<int32_t>(positions);
-  p.kv_indices = at<int32_t>(kv_indices), p.kv_indptr = at<int32_t>(kv_indptr);
-  p.key_stride_row = stride(key_strides, 0), p.key_stride_head = stride(key_strides, 1);
-  p.value_stride_row = stride(value_strides, 0), p.value_stride_head = stride(value_strides, 1);
-  p.k_stride_page = ks.page, p.k_stride_token = ks.token, p.k_stride_head = ks.head;
-  p.v_stride_page = vs.page, p.v_stride_token = vs.token, p.v_stride_head = vs.head;
-  p.nnz = nnz, p.num_pages = num_pages, p.batch = batch, p.num_indices = num_indices;
-  p.key_dtype = p.kv_dtype = dtype;
-  p.num_kv_heads = num_kv_heads, p.head_dim_qk = head_dim_qk, p.head_dim_vo = head_dim_vo, p.page_size = page_size;
-  return p;
-}
-
-void append(const AppendParams& p, int threads) {
-  const py::gil_scoped_release released;
-  const auto rows = [&p](int64_t i, void*) {
-    append_rows(p, i * kAppendRows, std::min((i + 1) * kAppendRows, p.nnz));
-  };
-  run_region({(p.nnz + kAppendRows - 1) / kAppendRows, 0, 0, rows, nullptr}, threads);
-}
-
-int gpu_append(AppendParams p, const GpuDriver& driver, GpuFunction function, int64_t rows, uint64_t stream) {
-  const py::gil_scoped_release released;
-  return gpu_launch(driver, function, unsigned((p.nnz + rows - 1) / rows), stream, &p);
-}
-
 }  // namespace
 
 PYBIND11_MODULE(ATTN_MODULE, m) {
@@ -331,6 +268,8 @@ PYBIND11_MODULE(ATTN_MODULE, m) {
   m.def("pool_size", &pool_size);
   m.def("append", &append);
   m.def("gpu_append", &gpu_append);
+  m.def("sample", &sample);
+  m.def("gpu_sample", &gpu_sample);
   m.def("problem", &problem_params);
   m.def("rope_turns", [](int head_dim, double theta, double scale, uint64_t out) {
     rope_turns(head_dim, theta, scale, at<double>(out));
@@ -352,6 +291,7 @@ PYBIND11_MODULE(ATTN_MODULE, m) {
       .def(py::init<int, int, int, int, int, int, int, int, bool, int, int, int, float, float, double, double>())
       .def("run", &Kernel::run);
   py::class_<AppendParams>(m, "Append", py::module_local()).def(py::init(&append_params));
+  py::class_<SampleParams>(m, "Sample", py::module_local()).def(py::init(&sample_params));
   py::class_<AttendParams>(m, "Problem", py::module_local());
   py::class_<GpuDriver>(m, "GpuDriver", py::module_local()).def(py::init(&gpu_driver));
   py::class_<GpuFunction>(m, "GpuFunction", py::module_local()).def(py::init(&gpu_function));

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from ...backend import Backend
 from ...target import DeviceTarget
 from ..cases import Case
-from . import append, declared, graph, latent, plan, run, workspace
+from . import append, declared, graph, latent, plan, run, sampling, workspace
 from .expect import Violation
 
 BACKEND: tuple[Callable[[Backend, DeviceTarget], object], ...] = (
@@ -19,6 +19,8 @@ BACKEND: tuple[Callable[[Backend, DeviceTarget], object], ...] = (
     declared.rules_are_pure,
     workspace.fits_a_smaller_workspace,
     latent.attends_with_values_inside_keys,
+    sampling.samples_chains_bit_for_bit,
+    sampling.samples_the_same_in_any_batch,
 )
 CASE: Mapping[str, tuple[Callable[[Case], None], ...]] = {
     "case": (
@@ -53,5 +55,6 @@ __all__ = [
     "latent",
     "plan",
     "run",
+    "sampling",
     "workspace",
 ]

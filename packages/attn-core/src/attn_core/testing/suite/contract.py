@@ -30,6 +30,14 @@ class TestBackend:
         """Latent attention, where a path does not decline it, from a joint cache and from two."""
         checks.latent.attends_with_values_inside_keys(*subject)
 
+    def test_samples_chains_bit_for_bit(self, subject: Subject) -> None:
+        """Chain sampling, where the backend has it: tokens and counts are those documented."""
+        checks.sampling.samples_chains_bit_for_bit(*subject)
+
+    def test_samples_the_same_in_any_batch(self, subject: Subject) -> None:
+        """With a seed per request, a request's tokens do not depend on the batch it is in."""
+        checks.sampling.samples_the_same_in_any_batch(*subject)
+
 
 class TestPlan:
     """plan() is a function."""
