@@ -116,6 +116,18 @@ def test_outputs_that_are_given_and_base_e():
     close(lse, batch.want()[1] * math.log(2))
 
 
+@pytest.mark.parametrize(("base_e", "factor"), [(False, 1.0), (True, math.log(2))])
+def test_an_lse_that_is_handed_over_is_written(base_e, factor):
+    batch, one = Batch(), wrapper()
+    batch.plan(one)
+    lse = torch.full((7, HEADS), 5.0)
+    out = one.run(*batch.parts(), lse=lse, return_lse_base_on_e=base_e)
+    assert isinstance(out, torch.Tensor)
+    close(lse, batch.want()[1] * factor)
+    with pytest.raises(ValueError, match="lse"):
+        one.run(*batch.parts(), lse=lse[:3])
+
+
 def test_nothing_but_the_outputs_is_written():
     batch, one = Batch(), wrapper()
     batch.plan(one)

@@ -106,3 +106,16 @@ def test_layout_reaches_the_members(order):
     p, q = pages([7, 5], order=order, dtype=torch.float16), queries(2, 4, 8, torch.float16)
     out = pool.plan(*p.table, *SIZES).run(q, p.cache)
     close(out, oracle(q, p.keys, p.values, [1, 1])[0], 1e-3)
+
+
+def test_one_row_may_go_to_a_path_that_takes_no_matrix_route(use):
+    rows = Capability(
+        archs=None, ops=frozenset({Op.DECODE}), tensor_cores=False, graph=GraphSupport.UNIFORM_BATCH
+    )
+    tile = Capability(archs=None, ops=frozenset({Op.VERIFY}), graph=GraphSupport.UNIFORM_BATCH)
+    use(FakeBackend("fake", paths=(("rows", rows), ("tile", tile))))
+    pool = DecodePlanPool(workspace(), max_pages=16, backend="fake")
+    p = pages([7, 5])
+    for q_len, path in ((1, "fake/rows"), (3, "fake/tile")):
+        wrapper = pool.plan(*p.table, *SIZES, q_data_type="float32", q_len_per_req=q_len)
+        assert wrapper.route.candidate == path

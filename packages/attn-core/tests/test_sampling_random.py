@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attn_core import sampling, sampling_math
+from attn_core import capture, sampling_math
 from attn_core.philox import philox4x32, uniform53
 from attn_core.sampling import chain_speculative_sampling
 
@@ -215,7 +215,7 @@ def test_bad_seeds(kwargs, error, match):
 
 @pytest.mark.parametrize("kwargs", [{}, {"seed": 1, "offset": 0}, {"generator": torch.Generator()}])
 def test_capture_without_device_seeds_is_refused(kwargs, monkeypatch):
-    monkeypatch.setattr(sampling, "_capturing", lambda device: True)
+    monkeypatch.setattr(capture, "capturing", lambda device: True)
     default = torch.get_rng_state()
     with pytest.raises(ValueError, match=r"^seed and offset: needs device tensors during graph capture"):
         run(coin(), **kwargs)

@@ -409,3 +409,59 @@ def test_every_head_size_group_and_type_once() -> None:
                     for name in ("fa2", "reference")
                 ]
                 close(*found)
+
+
+def test_a_plan_with_device_tensors_is_refused_before_it_ends_the_capture() -> None:
+    world = World()
+    d = Decode(world, 2)
+    table = world.table((30, 40))
+    d.plan(table)
+    with pytest.raises(RuntimeError, match=r"core\.plan-in-capture"):
+        capture(lambda: d.plan(table))
+    same((d.replay(capture(d.run))), eager(world, d.q, table, 1, "fa2"))
+
+
+def test_single_calls_are_captured_after_a_first_call() -> None:
+    make = torch.Generator("cuda").manual_seed(4)
+    q, k, v = (
+        torch.randn(n, h, DIM, generator=make, device="cuda").to(TYPE)
+        for n, h in ((17, HEADS), (3000, KV_HEADS), (3000, KV_HEADS))
+    )
+    calls: list[Callable[[], Any]] = [
+        lambda: attn_core.single_decode_with_kv_cache(q[0], k, v),
+        lambda: attn_core.single_prefill_with_kv_cache(q, k, v, causal=True, backend="fa2"),
+    ]
+    for call in calls:
+        first = call()
+        found: list[torch.Tensor] = []
+        graph = capture(lambda call=call, found=found: found.append(call()))
+        before = q.clone()
+        q.normal_()
+        want = call()
+        assert not torch.equal(want, first)
+        call()  # whose workspace is not the graph's
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(found[-1], want)
+        q.copy_(before)
+
+
+def test_captured_chain_sampling_follows_its_offset() -> None:
+    draft, target = (torch.rand(5, n, 3000, device="cuda") for n in (3, 4))
+    ids = torch.randint(0, 3000, (5, 3), device="cuda")
+    seed, offset = torch.tensor([7], device="cuda"), torch.tensor([0], device="cuda")
+
+    def sample(backend: str = "fa2") -> Any:
+        return attn_core.chain_speculative_sampling(
+            draft, ids, target, seed=seed, offset=offset, backend=backend
+        )
+
+    sample()
+    found: list[Any] = []
+    graph = capture(lambda: found.append(sample()))
+    for step in (1, 2, 1 << 40):
+        offset.fill_(step)
+        want = sample("reference")
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, found[-1], want))

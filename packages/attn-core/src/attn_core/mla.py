@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from . import state
+from . import capture, state
 from .arguments import as_dtype, check_workspace, refuse
 from .batch import HostBatch, first_true, flat, paged_batch, size_of, to_host
 from .errors import needs
@@ -101,6 +101,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             NotImplementedError: No backend serves the combination.
         """
         refuse(use_profiler=use_profiler)
+        capture.refuse_plan(self.device)
         if isinstance(sm_scale, bool) or not isinstance(sm_scale, int | float):
             raise TypeError(needs("sm_scale", "a number", type(sm_scale).__name__, "core.sm-scale"))
         dtype = as_dtype("q_data_type", q_data_type)
@@ -177,7 +178,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             ckv_cache: ``[pages, page_size, head_dim_ckv]``.
             kpe_cache: ``[pages, page_size, head_dim_kpe]``.
             out: ``[rows, num_heads, head_dim_ckv]`` of the query type.
-            lse: float32 ``[rows, num_heads]``.
+            lse: float32 ``[rows, num_heads]``; written if it is given, whether ``return_lse`` is set or not.
             return_lse: Also return the log-sum-exp, base 2; -inf where there is no key.
             profiler_buffer: Not supported, as the next two.
             kv_len: Not supported.
@@ -213,9 +214,10 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             s, keys = _gathered(s, ckv_cache, kpe_cache)
         k = keys.unsqueeze(2)
         v = k[..., : s.query.problem.head_dim_vo]
-        found = self._run(q, k, v, out, lse if return_lse else None, return_lse, None, None, None, s)
-        if return_lse_base_on_e and isinstance(found, tuple):
-            found[1].mul_(math.log(2.0))
+        found = self._run(q, k, v, out, lse, return_lse, None, None, None, s)
+        written = found[1] if isinstance(found, tuple) else lse
+        if return_lse_base_on_e and written is not None:
+            written.mul_(math.log(2.0))
         return found
 
     def _check_parts(

@@ -6,11 +6,11 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from . import notices, plugins, tracing
+from . import capture, notices, plugins, tracing
 from .arena import Copy, GraphArena, Image, Layout, pack, upload
 from .arguments import MaskBits, check_workspace
 from .backend import DeviceImage, PlanResult
@@ -82,6 +82,15 @@ class Planner:
         self._traced_plan: torch.Tensor | None = None
         self._traced_o_dtype = torch.float16
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse copies and pickles: two wrappers cannot own one plan's memory, a graph's least of all.
+
+        Raises:
+            TypeError: Always.
+        """
+        want = "to be constructed and planned where it is used (it owns memory of a device and a lock)"
+        raise TypeError(needs(type(self).__name__, want, "a copy or a pickle", "core.copy"))
+
     def _target(self) -> DeviceTarget:
         if self._described is None:
             self._described = target_of(self.device)
@@ -135,7 +144,7 @@ class Planner:
     def _compute(
         self, problem: AttentionProblem, batch: HostBatch, mask: MaskBits | None, q_len_per_req: int | None
     ) -> tuple[PlanState, GraphArena | None, list[Copy]]:
-        self._refuse_capture()
+        capture.refuse_plan(self.device)
         if mask is not None and self._graph is not None and "custom_mask" not in self._graph.bound:
             want = "custom_mask_buf and mask_indptr_buf given to the constructor"
             raise ValueError(needs("custom mask in CUDA-graph mode", want, "none", "core.graph-mask"))
@@ -174,12 +183,6 @@ class Planner:
 
     def _provide(self, workspace_bytes: int) -> None:
         check_bytes(self._float_workspace_buffer, workspace_bytes)
-
-    def _refuse_capture(self) -> None:
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                needs("plan", "a call outside graph capture", "one during it", "core.plan-in-capture")
-            )
 
     def _limits(self, old: PlanState | None, batch: HostBatch) -> GraphLimits:
         graph, shape = self._graph, batch.shape

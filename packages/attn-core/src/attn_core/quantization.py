@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from . import tracing
+from . import capture, tracing
 from .batch import INDEX_DTYPES, first_true
 from .errors import needs
 
@@ -75,7 +75,7 @@ def segment_packbits(
     if is_dynamo_compiling():
         return tracing.call("segment_packbits", x, indptr, bitorder)  # type: ignore[no-any-return]
     _check_bits(x, bitorder)
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+    if capture.capturing(x.device):
         wanted = "a call outside graph capture (the size of the result is read from indptr)"
         raise ValueError(needs("segment_packbits", wanted, "a capturing stream", "core.packbits-capture"))
     offsets = _host_offsets(indptr, x.numel())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from . import notices, plugins, tracing
+from . import capture, notices, plugins, tracing
 from .backend import SamplingIO
 from .errors import needs
 from .sampling_math import MAX_VOCAB, PAD
@@ -232,7 +232,7 @@ def _check_randomness(
         got = f"{kinds['seed']} and {kinds['offset']}"
         wanted = "both or neither; both tensors or both scalars"
         raise ValueError(needs("seed and offset", wanted, got, "core.seed"))
-    if not all(tensors) and _capturing(device):
+    if not all(tensors) and capture.capturing(device):
         wanted = "device tensors during graph capture (a replay would repeat the numbers for ever)"
         raise ValueError(needs("seed and offset", wanted, kinds["seed"], "core.seed-capture"))
     if seed is None:
@@ -251,10 +251,6 @@ def _serves(generator: torch.Generator, device: torch.device) -> bool:
     """Whether the generator can make a seed for ``device`` without a read back from another device."""
     own = generator.device
     return own.type == "cpu" or (own.type == device.type and own.index in (None, device.index))
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _check_seed_tensor(name: str, value: torch.Tensor, batch_size: int, device: torch.device) -> None:

@@ -8,14 +8,16 @@ from functools import partial
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from . import tracing
+from . import capture, plugins, tracing
 from .arguments import as_dtype, mask_bits, refuse
-from .batch import single_batch
+from .batch import HostBatch, single_batch
+from .capability import GraphSupport
 from .errors import needs
 from .options import Dtype, make_problem
 from .prefill_common import mask_mode
-from .problem import MaskMode, Op, RaggedKV, check_kv_order
+from .problem import AttentionProblem, MaskMode, Op, RaggedKV, check_kv_order
 from .route import AUTO
+from .state import PlanState
 from .wrapper import AttentionWrapper
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -23,10 +25,11 @@ Scale = float | torch.Tensor | None
 
 
 class _OneCall(AttentionWrapper):
-    """A wrapper planned anew for every call, which brings its own workspace."""
+    """A wrapper planned for a call, which brings its own workspace."""
 
     def __init__(self, device: torch.device, backend: str) -> None:
         super().__init__(torch.empty(0, dtype=torch.uint8, device=device), "NHD", backend, None)
+        self.kept: dict[object, PlanState] = {}
 
     def _available(self) -> None:
         return None
@@ -35,9 +38,27 @@ class _OneCall(AttentionWrapper):
         if self._float_workspace_buffer.numel() < workspace_bytes:
             self._float_workspace_buffer = torch.empty(workspace_bytes, dtype=torch.uint8, device=self.device)
 
+    def _refuse_eager_capture(self) -> None:
+        """Captured are plans that an earlier call made; see :func:`_replayable`."""
 
+    def planned_for(self, key: object, problem: AttentionProblem, batch: HostBatch) -> PlanState:
+        """Return the plan of a call without a mask: layers of a model ask for the same one in turns."""
+        found = self.kept.pop(key, None)
+        if found is None:
+            self._plan(problem, batch)
+            found = self._planned()
+            if len(self.kept) >= _KEPT_PLANS:
+                del self.kept[next(iter(self.kept))]
+        self.kept[key] = found  # the last one used goes to the end
+        self._provide(found.workspace_bytes)
+        return found
+
+
+_KEPT_PLANS = 16
 # One per thread: between plan() and run() the wrapper must not be planned by somebody else.
 _mine = threading.local()
+# Plans that a graph of this process may replay: their index arrays have to stay where they are.
+_captured: dict[int, PlanState] = {}
 
 
 def _wrapper(device: torch.device, backend: str) -> _OneCall:
@@ -46,6 +67,27 @@ def _wrapper(device: torch.device, backend: str) -> _OneCall:
     if key not in kept:
         kept[key] = _OneCall(device, backend)
     return kept[key]
+
+
+def _replayable(wrapper: _OneCall, key: object, mask: MaskMode) -> PlanState:
+    """Return the plan to capture: that of an earlier call, as planning writes memory that a graph would not.
+
+    Raises:
+        RuntimeError: There was no such call, or its kernel cannot be captured.
+    """
+    if mask is MaskMode.CUSTOM:
+        raise RuntimeError(
+            needs("custom_mask", "a call outside graph capture", "one during it", "core.eager-in-capture")
+        )
+    state = wrapper.kept.get(key)
+    if state is None:
+        want = "one call with these shapes and options on this thread before graph capture"
+        raise RuntimeError(needs("single attention", want, "none", "core.eager-in-capture"))
+    if state.decision.path.capability.graph is GraphSupport.NEVER:
+        want = "a kernel that can be captured (see backend=)"
+        raise RuntimeError(needs("single attention", want, state.decision.candidate, "core.eager-in-capture"))
+    _captured[id(state)] = state
+    return state
 
 
 def single_decode_with_kv_cache(
@@ -65,7 +107,9 @@ def single_decode_with_kv_cache(
     rope_theta: float | None = None,
     return_lse: bool = False,
 ) -> Result:
-    """Attend with one query token over a contiguous cache. Not for use during graph capture.
+    """Attend with one query token over a contiguous cache.
+
+    May be captured if the same call, with the same shapes, was made once before on this thread.
 
     Args:
         q: ``[num_qo_heads, head_dim_qk]``.
@@ -89,6 +133,7 @@ def single_decode_with_kv_cache(
 
     Raises:
         ValueError: A shape, device or option does not fit.
+        RuntimeError: Captured without an earlier call, or with a kernel that cannot be.
         NotImplementedError: No backend serves the combination.
     """
     if not isinstance(q, torch.Tensor) or q.ndim != 2:
@@ -149,7 +194,9 @@ def single_prefill_with_kv_cache(
     k_scale: Scale = None,
     v_scale: Scale = None,
 ) -> Result:
-    """Attend with the last tokens of one sequence over all of it. Not for use during graph capture.
+    """Attend with the last tokens of one sequence over all of it.
+
+    May be captured, without a custom mask, if the same call was made once before on this thread.
 
     Args:
         q: ``[qo_len, num_qo_heads, head_dim_qk]``.
@@ -181,6 +228,7 @@ def single_prefill_with_kv_cache(
 
     Raises:
         ValueError: A shape, device, mask or option does not fit.
+        RuntimeError: Captured without an earlier call, with a mask, or with a kernel that cannot be.
         NotImplementedError: No backend serves the combination.
     """
     refuse(scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, kv_cache_sf=kv_cache_sf)
@@ -267,10 +315,20 @@ def _attend(
         None,
         False,
     )
-    batch = single_batch(q.shape[0], k.shape[0])
     wrapper = _wrapper(q.device, backend)
-    wrapper._plan(problem, batch, mask=mask_bits(custom_mask, packed_custom_mask, batch, q.device))
-    return wrapper._run(q, k, v, None, None, return_lse, *scales)
+    key = (problem, q.shape[0], k.shape[0], plugins.registry())
+    if capture.capturing(q.device):
+        state = _replayable(wrapper, key, mode)
+        # Its workspace belongs to the graph, not to the calls that are made between its replays.
+        wrapper = _OneCall(q.device, backend)
+        wrapper._provide(state.workspace_bytes)
+        return wrapper._run(q, k, v, None, None, return_lse, *scales, plan=state)
+    batch = single_batch(q.shape[0], k.shape[0])
+    if mode is MaskMode.CUSTOM:
+        wrapper._plan(problem, batch, mask=mask_bits(custom_mask, packed_custom_mask, batch, q.device))
+        return wrapper._run(q, k, v, None, None, return_lse, *scales)
+    state = wrapper.planned_for(key, problem, batch)
+    return wrapper._run(q, k, v, None, None, return_lse, *scales, plan=state)
 
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from . import state, tracing
+from . import capture, state, tracing
 from .arguments import check_workspace
 from .backend import RunIO
 from .errors import needs
@@ -166,7 +166,7 @@ class AttentionWrapper(Planner):
             state.check_contract(contract, k, v)
 
     def _refuse_eager_capture(self) -> None:
-        if self._graph is None and torch.cuda.is_current_stream_capturing():
+        if self._graph is None and capture.capturing(self.device):
             want = "a wrapper with use_cuda_graph=True"
             raise RuntimeError(
                 needs("run during graph capture", want, "an eager one", "core.eager-in-capture")

@@ -1,0 +1,185 @@
+"""What may be called while a graph is captured, shown with a flag in place of a stream."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from attn_core import batch as batch_module
+from attn_core import capture, single
+from attn_core.capability import Capability, GraphSupport
+from attn_core.cascade import MultiLevelCascadeAttentionWrapper
+from attn_core.decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache
+from attn_core.fast_plan import fast_decode_plan
+from attn_core.mla import BatchMLAPagedAttentionWrapper
+from attn_core.prefill import (
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+    single_prefill_with_kv_cache,
+)
+from attn_core.problem import Op
+
+from .fakes import FakeBackend
+from .kit import SIZES, ints, pages, workspace
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    """Call it to say whether the current stream is being captured."""
+    now = [False]
+    monkeypatch.setattr(capture, "capturing", lambda device: now[0])
+
+    def say(on):
+        now[0] = on
+
+    yield say
+    single._mine.__dict__.clear()
+
+
+QO = ints(0, 2, 3)
+TABLE = pages([7, 5]).table
+
+
+def _mla(w):
+    w.plan(QO, TABLE[0], TABLE[1], ints(7, 5), 4, 8, 4, 4, True, 1.0, torch.float32, torch.float32)
+
+
+def _decode(make=BatchDecodeWithPagedKVCacheWrapper):
+    wrapper = make(workspace())
+    wrapper.plan(*TABLE, *SIZES)
+    return wrapper
+
+
+def _fast(wrapper):
+    fast_decode_plan(wrapper, *TABLE, *SIZES)
+
+
+def _both(*arrays):
+    return [[array] * 2 for array in arrays]
+
+
+PLANS = {
+    "decode": (_decode, lambda w: w.plan(*TABLE, *SIZES)),
+    "decode size": (_decode, lambda w: w.workspace_size(*TABLE, *SIZES)),
+    "fast": (_decode, _fast),
+    "paged": (
+        lambda: BatchPrefillWithPagedKVCacheWrapper(workspace()),
+        lambda w: w.plan(QO, *TABLE, *SIZES),
+    ),
+    "ragged": (
+        lambda: BatchPrefillWithRaggedKVCacheWrapper(workspace()),
+        lambda w: w.plan(QO, QO, 4, 2, 8),
+    ),
+    "latent": (lambda: BatchMLAPagedAttentionWrapper(workspace()), _mla),
+    "cascade": (
+        lambda: MultiLevelCascadeAttentionWrapper(2, workspace()),
+        lambda w: w.plan(*_both(QO, *TABLE), *SIZES),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_a_plan_during_capture_is_refused_before_an_index_is_fetched(kind, stream, monkeypatch):
+    """Fetching what lies on the device would end the capture with an error of the runtime's."""
+    make, plan = PLANS[kind]
+    wrapper = make()
+    plan(wrapper)
+    before = getattr(wrapper, "_state", None)
+
+    def fetched(*_, **__):
+        raise AssertionError("an index tensor was fetched")
+
+    for name in ("to_host", "_check_index"):
+        monkeypatch.setattr(batch_module, name, fetched)
+    monkeypatch.setattr("attn_core.mla.to_host", fetched)
+    stream(True)
+    with pytest.raises(RuntimeError, match=r"plan: needs a call outside.*core\.plan-in-capture"):
+        plan(wrapper)
+    assert getattr(wrapper, "_state", None) is before
+
+
+def tensors(rows=1, kv_len=9, seed=1):
+    make = torch.Generator().manual_seed(seed)
+    q = torch.randn(rows, 4, 8, generator=make)
+    k, v = (torch.randn(kv_len, 2, 8, generator=make) for _ in range(2))
+    return q, k, v
+
+
+CALLS = {
+    "decode": lambda q, k, v, **o: single_decode_with_kv_cache(q[0], k, v, **o),
+    "prefill": lambda q, k, v, **o: single_prefill_with_kv_cache(q, k, v, causal=True, **o),
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_single_call_is_captured_after_one_with_its_shapes(kind, stream):
+    call = CALLS[kind]
+    want = call(*tensors(), return_lse=True)
+    planned = dict(single._captured)
+    stream(True)
+    found = call(*tensors(), return_lse=True)
+    assert all(map(torch.equal, found, want))
+    (state,) = [s for key, s in single._captured.items() if key not in planned]
+    # Sixteen other shapes later the graph's index arrays are still where they were.
+    image = {name: t.data_ptr() for name, t in state.image.items()}
+    stream(False)
+    for kv_len in range(20, 40):
+        call(*tensors(kv_len=kv_len))
+    assert {name: t.data_ptr() for name, t in single._captured[id(state)].image.items()} == image
+
+
+@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize(
+    "other", [{"kv_len": 10}, {"window_left": 3}, {"logits_soft_cap": 2.0}, {"sm_scale": 0.5}], ids=str
+)
+def test_a_single_call_with_other_facts_is_refused(kind, other, stream):
+    call, other = CALLS[kind], dict(other)
+    call(*tensors(kv_len=9))
+    stream(True)
+    with pytest.raises(RuntimeError, match=r"needs one call with these shapes.*core\.eager-in-capture"):
+        call(*tensors(kv_len=other.pop("kv_len", 9)), **other)
+
+
+def test_a_captured_call_has_a_workspace_of_its_own(stream, use):
+    backend, used = use(FakeBackend("fake")), []
+    real_run = backend.run
+    backend.run = lambda launch, image, io: (used.append(io.workspace), real_run(launch, image, io))
+    CALLS["prefill"](*tensors())
+    stream(True)
+    CALLS["prefill"](*tensors())
+    CALLS["prefill"](*tensors())
+    assert len({id(workspace) for workspace in used}) == 3
+
+
+def test_a_mask_and_a_kernel_that_cannot_be_captured_are_refused(stream, use):
+    q, k, v = tensors(rows=3)
+    mask = torch.ones(3, 9, dtype=torch.bool)
+    single_prefill_with_kv_cache(q, k, v, custom_mask=mask)
+    stream(True)
+    with pytest.raises(RuntimeError, match=r"custom_mask: needs a call outside graph capture"):
+        single_prefill_with_kv_cache(q, k, v, custom_mask=mask)
+    stream(False)
+    never = Capability(archs=None, ops=frozenset({Op.PREFILL_SINGLE}), graph=GraphSupport.NEVER)
+    use(FakeBackend("fake", paths=(("p", never),)))
+    single_prefill_with_kv_cache(q, k, v)
+    stream(True)
+    with pytest.raises(RuntimeError, match=r"needs a kernel that can be captured.*got fake/p"):
+        single_prefill_with_kv_cache(q, k, v)
+
+
+def test_layers_of_a_model_share_a_plan(use):
+    backend = use(FakeBackend("fake"))
+    for step in range(3):
+        for layer in range(4):
+            CALLS["prefill"](*tensors(kv_len=9 + step, seed=layer))
+    assert sum(call[0] == "plan" for call in backend.calls) == 3
+    assert sum(call[0] == "run" for call in backend.calls) == 12
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda f: f.__name__)
+def test_a_wrapper_is_not_copied(how):
+    with pytest.raises(TypeError, match=r"BatchDecodeWithPagedKVCacheWrapper: needs to be .*\[core\.copy\]"):
+        how(_decode())
+    with pytest.raises(TypeError, match=r"BatchPrefillWithPagedKVCacheWrapper: needs to be .*\[core\.copy\]"):
+        copy.deepcopy({"model": MultiLevelCascadeAttentionWrapper(2, workspace())})
