@@ -14,6 +14,7 @@ import torch
 from attn_core.page import append_paged_kv_cache
 from attn_core.prefill import BatchPrefillWithPagedKVCacheWrapper
 from attn_core.problem import AttentionProblem, MaskMode, Op, PagedKV
+from attn_core.sampling import chain_speculative_sampling
 from attn_core.target import DeviceTarget, target_of
 
 from . import toolchain, variants
@@ -125,7 +126,7 @@ def run(device: torch.device, done: Callable[[Result], None] | None = None) -> l
 
 def total(target: DeviceTarget) -> int:
     """Return how many checks :func:`run` makes."""
-    return len(cases(target)) + 1
+    return len(cases(target)) + 2
 
 
 def _results(device: torch.device) -> Iterator[Result]:
@@ -136,6 +137,7 @@ def _results(device: torch.device) -> Iterator[Result]:
             about += ", soft cap"
         yield _timed(case.kernel, about, lambda case=case: _attend(case, device))  # type: ignore[misc]
     yield _timed("append", "bfloat16 rows into pages", lambda: _append(device))
+    yield _timed("chain_sample", "tokens that differ, of chains of 3 drafts", lambda: _sample(device))
 
 
 Errors = tuple[float, float | None, bool]
@@ -211,6 +213,22 @@ def _append(device: torch.device) -> Errors:
         caches.append(cache.cpu().float())
     error = float((caches[0] - caches[1]).abs().max())
     return error, None, error == 0.0
+
+
+def _sample(device: torch.device) -> Errors:
+    make = torch.Generator().manual_seed(3)
+    draft = torch.randn(32, 3, 5000, generator=make).softmax(-1)
+    target = torch.randn(32, 4, 5000, generator=make).softmax(-1)
+    target[:, :3] = 0.6 * draft + 0.4 * target[:, :3]
+    ids = torch.randint(0, 5000, (32, 3), generator=make)
+    seed, offset = torch.arange(32), torch.tensor([1 << 40])
+    found = []
+    for where, backend in ((torch.device("cpu"), "reference"), (device, "fa2")):
+        d, i, t, s, o = (x.to(where) for x in (draft, ids, target, seed, offset))
+        tokens = chain_speculative_sampling(d, i, t, seed=s, offset=o, backend=backend)
+        found.append(torch.cat([x.reshape(-1).cpu() for x in tokens]))
+    wrong = float((found[0] != found[1]).sum())
+    return wrong, None, wrong == 0
 
 
 def report(device: torch.device, results: list[Result]) -> dict[str, object]:
