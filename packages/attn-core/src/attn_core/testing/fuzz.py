@@ -189,7 +189,7 @@ def refused(what: str, call: Any) -> BaseException:
 
 def _compare(case: Case, world: World, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     want = oracle.attention(case.problem, world.requests, world.scales)
-    check(case, world.scales, want, out, lse, "the public entry point")
+    check(case, world, want, out, lse, "the public entry point")
 
 
 def _outputs(case: Case, run: dict[str, Any], wrapper: Wrapper) -> tuple[torch.Tensor, torch.Tensor | None]:

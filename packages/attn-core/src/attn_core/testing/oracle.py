@@ -59,8 +59,8 @@ def _one(p: AttentionProblem, r: Request, scales: Scales) -> tuple[torch.Tensor,
     q_len, kv_len = r.q.shape[0], r.k.shape[0]
     q, k, v = r.q.to(_F64) * scales.q, r.k.to(_F64) * scales.k, r.v.to(_F64)
     if p.pos_encoding is PosEncoding.ROPE_LLAMA:
-        q = _rotate(q, range(kv_len - q_len, kv_len), p)
-        k = _rotate(k, range(kv_len), p)
+        q = rotate(q, range(kv_len - q_len, kv_len), p)
+        k = rotate(k, range(kv_len), p)
     hidden = ~visible(p, q_len, kv_len, r.mask)
     out = torch.zeros(q_len, p.num_qo_heads, p.head_dim_vo, dtype=_F64)
     lse = torch.full((q_len, p.num_qo_heads), -math.inf, dtype=_F64)
@@ -70,7 +70,7 @@ def _one(p: AttentionProblem, r: Request, scales: Scales) -> tuple[torch.Tensor,
         shared = head // (p.num_qo_heads // p.num_kv_heads)
         logits = q[:, head] @ k[:, shared].T * p.sm_scale
         if p.pos_encoding is PosEncoding.ALIBI:
-            logits += _slope(head, p.num_qo_heads) * _distance(q_len, kv_len)
+            logits += slope(head, p.num_qo_heads) * _distance(q_len, kv_len)
         if p.logits_soft_cap > 0:
             logits = p.logits_soft_cap * torch.tanh(logits / p.logits_soft_cap)
         logits[hidden] = -math.inf
@@ -93,8 +93,8 @@ def visible(p: AttentionProblem, q_len: int, kv_len: int, mask: torch.Tensor | N
     return seen if mask is None else seen & mask
 
 
-def _rotate(x: torch.Tensor, positions: range, p: AttentionProblem) -> torch.Tensor:
-    """Turn element i of the first half and of the second, as one complex number, by its angle."""
+def rotate(x: torch.Tensor, positions: range, p: AttentionProblem) -> torch.Tensor:
+    """Turn element i of the first half and of the second, as one complex number, by its angle, in float64."""
     half = x.shape[-1] // 2
     turn = torch.tensor([p.rope_theta ** (-i / half) / p.rope_scale for i in range(half)], dtype=_F64)
     angle = torch.tensor(list(positions), dtype=_F64)[:, None] * turn
@@ -106,8 +106,8 @@ def _distance(q_len: int, kv_len: int) -> torch.Tensor:
     return torch.arange(kv_len, dtype=_F64)[None] - torch.arange(q_len, dtype=_F64)[:, None]
 
 
-def _slope(head: int, heads: int) -> float:
-    """ALiBi slope: of the power of two below, and of the one above for the heads that are left over."""
+def slope(head: int, heads: int) -> float:
+    """Return an ALiBi slope: of the power of two below; of the one above for the heads left over."""
     near = 1 << (heads.bit_length() - 1)
     if head < near:
         return float(2.0 ** (-8.0 * (head + 1) / near))

@@ -7,8 +7,10 @@ import math
 import torch
 
 from ..backend import Path
-from ..problem import PosEncoding
+from ..problem import AttentionProblem, PosEncoding
+from .batches import Lengths
 from .cases import Case
+from .oracle import slope
 
 DEFAULTS = {
     torch.float64: 1e-5,  # float32 accumulation is enough
@@ -19,12 +21,8 @@ DEFAULTS = {
 FP8_DEFAULT = 1e-1
 ROPE_FLOOR = 1e-4
 """A kernel may form its angles in float32: position 500 is then off by some 3e-5 radians."""
-ROPE_ROUNDING = 2
-"""It may also round what it has rotated to a 16-bit query's type, as it was rounded when it was given."""
-
-
-ALIBI_FLOOR = 1e-4
-"""A far key's bias is in the hundreds, where float32 has steps of 6e-5."""
+_ALIBI_ROUNDINGS = 3
+"""Of slope times distance, of the sum with the product, and of its scaling for an exponential to base 2."""
 
 
 def declared(path: Path) -> dict[torch.dtype, float]:
@@ -33,7 +31,7 @@ def declared(path: Path) -> dict[torch.dtype, float]:
     return {} if stated is None else {dtype: float(value) for dtype, value in dict(stated).items()}
 
 
-def tolerance_of(case: Case) -> float:
+def tolerance_of(case: Case, lengths: Lengths) -> float:
     """Return t of ``|got - want| <= t * (|want| + size)``.
 
     The coarser of the query's and the output's type decides. ``size`` is the size of one value, for
@@ -43,14 +41,40 @@ def tolerance_of(case: Case) -> float:
     base = own.get(p.q_dtype, DEFAULTS.get(p.q_dtype, FP8_DEFAULT))
     written = DEFAULTS.get(p.o_dtype, FP8_DEFAULT)
     if p.pos_encoding is PosEncoding.ROPE_LLAMA:
-        base = max(base * (ROPE_ROUNDING if p.q_dtype.itemsize == 2 else 1), ROPE_FLOOR)
+        base = max(base, ROPE_FLOOR)
     if p.pos_encoding is PosEncoding.ALIBI:
-        base = max(base, ALIBI_FLOOR)
+        base += alibi_rounding(p, max(lengths.kv_len, default=0))
     return max(base, written)
 
 
-def compare(got: torch.Tensor, want: torch.Tensor, tolerance: float, size: float, name: str) -> str | None:
-    """Return what is wrong with ``got``, or None. NaN is always wrong; an infinity must match exactly."""
+def alibi_rounding(p: AttentionProblem, kv_len: int) -> float:
+    """Return what float32 logits with the bias of a key ``kv_len`` tokens away are off by, at most.
+
+    A logit of size B carries an error of half a step, B * 2**-24, per rounding. Every weight is off by that
+    factor then, and so is their sum: twice that in the output.
+    """
+    steepest = max(slope(head, p.num_qo_heads) for head in range(p.num_qo_heads))
+    return 2 * _ALIBI_ROUNDINGS * steepest * kv_len * 2.0**-24
+
+
+def compare(
+    got: torch.Tensor,
+    want: torch.Tensor,
+    tolerance: float,
+    size: float,
+    name: str,
+    slack: torch.Tensor | float = 0.0,
+) -> str | None:
+    """Return what is wrong with ``got``, or None. NaN is always wrong; an infinity must match exactly.
+
+    Args:
+        got: Result.
+        want: Of the oracle.
+        tolerance: See :func:`tolerance_of`.
+        size: See there.
+        name: Of the result.
+        slack: What an element may be off besides; see :mod:`attn_core.testing.rounding`.
+    """
     got, want = got.detach().cpu().to(torch.float64), want.to(torch.float64)
     if got.shape != want.shape:
         return f"{name}: needs shape {tuple(want.shape)}, got {tuple(got.shape)}"
@@ -65,7 +89,7 @@ def compare(got: torch.Tensor, want: torch.Tensor, tolerance: float, size: float
         count = f"{name}: infinities differ in {int(wrong.sum())} elements"
         return f"{count}, {_at(wrong)}: {_both(got, want, wrong)}"
     error = torch.where(infinite, 0.0, (got - want).abs())
-    allowed = tolerance * (torch.where(infinite, 0.0, want.abs()) + size)
+    allowed = tolerance * (torch.where(infinite, 0.0, want.abs()) + size) + slack
     bad = error > allowed
     if not bool(bad.any()):
         return None
