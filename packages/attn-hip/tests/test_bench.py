@@ -77,6 +77,44 @@ def test_a_table_names_the_machine_and_what_was_skipped(tiny: None) -> None:
     assert "verify" not in out
 
 
+def test_a_run_that_ends_early_keeps_its_rows_and_is_gone_on_with(
+    tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "rows.csv"
+    measured: list[str] = []
+
+    def counted(cell: Cell, *rest: Any, **options: Any) -> Result:
+        measured.append(cell.label)
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        return measure.measure(cell, *rest, **options)
+
+    monkeypatch.setattr(command, "measure", counted)
+    labels = [cell.label for cell in TINY]
+    run("--csv", str(file))  # interrupted in the third cell
+    assert measured == labels[:3]
+    first = file.read_text().splitlines()
+    assert len(first) == 1 + 2
+    status, out, err = run("--csv", str(file), "--resume", "--json")
+    assert (status, err) == (0, "")
+    assert measured == labels[:3] + labels[2:]
+    assert file.read_text().splitlines()[:3] == first
+    assert [row["label"] for row in json.loads(out)["rows"]] == labels
+    file.write_text(file.read_text().replace(report.machine(), "another"))  # rows of elsewhere do not count
+    assert report.kept(file, TINY, report.machine(), 1) == {}
+    file.write_text("label,machine\nx,y\n" + f"{labels[0]},{report.machine()}\n")
+    status, _, err = run("--csv", str(file), "--resume")
+    assert (status, "needs rows of attn bench cpu" in err) == (2, True)
+
+
+def test_no_cell_is_started_after_the_minutes(tiny: None) -> None:
+    status, out, _ = run("--minutes", "1e-9", "--json")
+    said = json.loads(out)
+    assert (status, said["rows"]) == (0, [])
+    assert {row["reason"] for row in said["skipped"]} == {"the minutes are over"}
+    assert len(said["skipped"]) == len(TINY)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")
 def test_a_plot_is_drawn(tiny: None, tmp_path: Path) -> None:
@@ -94,6 +132,8 @@ def test_a_plot_is_drawn(tiny: None, tmp_path: Path) -> None:
         (("--threads", "0"), "--threads: needs 1 or more, got 0"),
         (("--seconds", "0"), "--seconds: needs more than 0, got 0.0"),
         (("--seconds", "nan"), "--seconds: needs more than 0, got nan"),
+        (("--minutes", "0"), "--minutes: needs more than 0, got 0.0"),
+        (("--resume",), "--resume: needs --csv with the file to go on with, got none"),
         (("--memory", "-1"), "--memory: needs more than 0, got -1.0"),
         (("--csv", "/no/such/x.csv"), "/no/such/x.csv: needs a directory that exists, got /no/such"),
     ],
@@ -136,6 +176,8 @@ def test_the_grid_spans_what_the_goals_name() -> None:
     assert {c.q_len for c in full if c.op == "verify"} == {1, 2, 4, 8, 16}
     assert {c.q_len for c in full if c.op == "prefill"} >= {64, 2048}
     assert all(min(c.kv_lens) < max(c.kv_lens) for c in full if c.op == "ragged")
+    assert {c.op for c in full if c.flex} == set(cells.OPS)
+    assert {c.op for c in full if c.kind == "fp8"} == set(cells.OPS)
     assert any(c.flex for c in cells.grid(True))
 
 
@@ -180,16 +222,14 @@ def test_flex_is_asked_where_it_can_answer(tiny: None, monkeypatch: pytest.Monke
     for cell in (
         Cell("decode", "float32", 32, 1, (256, 256), True),
         Cell("verify", "bfloat16", 32, 3, (128,), True),
+        Cell("ragged", "float32", 32, 1, (5, 300, 128), True),
+        Cell("prefill", "float32", 32, 40, (150,), True),
     ):
         result = measure.measure(cell, BRIEF)
         assert set(result.ms) == {FA2, GATHER, CONTIGUOUS, FLEX, READ}
         assert result.ratio(FLEX) is not None
         assert FLEX not in measure.measure(cell, BRIEF, with_flex=False).ms
-    for cell in (
-        TINY[0],
-        Cell("decode", "float32", 32, 1, (100,), True),
-        Cell("decode", "fp8", 32, 1, (128,), True),
-    ):
+    for cell in (TINY[0], Cell("decode", "fp8", 32, 1, (128,), True)):
         assert not flex.serves(world.World(cell))
 
 

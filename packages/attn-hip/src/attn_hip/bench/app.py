@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -51,8 +52,12 @@ def cpu(
     memory: Annotated[
         float | None, typer.Option(help="GiB to use at most. By default half of what is available.")
     ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Start no cell after so long; what is left is listed.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the rows that --csv already has.")] = False,
     flex: Annotated[bool, typer.Option(help="Ask FlexAttention too, where a cell says so.")] = True,
-    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file, after every cell.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the table to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the ratios to this file (matplotlib).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
@@ -65,13 +70,18 @@ def cpu(
     """
     try:
         cells = chosen(grid(quick), only or [], kind or [], match)
-        _check(threads, seconds, memory, (csv, markdown, plot), plot)
+        _check(
+            {"--threads": threads, "--seconds": seconds, "--memory": memory, "--minutes": minutes},
+            (csv, markdown, plot),
+            plot,
+        )
+        if threads is not None:
+            torch.set_num_threads(threads)
+        earlier = _earlier(csv, cells, resume=resume)
     except ValueError as err:
         _give_up(str(err), _BAD_INPUT)
     if (reason := Host().prepare()) is not None:
         _give_up(str(reason), _FAILED)
-    if threads is not None:
-        torch.set_num_threads(threads)
     effort = _QUICK if quick else _FULL
     if seconds is not None:
         effort = Effort(seconds, effort.least, effort.most)
@@ -79,12 +89,19 @@ def cpu(
     fitting, skipped = fit(cells, room)
     try:
         with redirect_stdout(sys.stderr):  # compilers talk
-            results = _run(fitting, lambda cell: measure(cell, effort, with_flex=flex), quiet=as_json)
+            results, late = _run(
+                [cell for cell in fitting if cell.label not in earlier],
+                lambda cell: measure(cell, effort, with_flex=flex),
+                lambda found: _keep_rows(csv, fitting, earlier | found),
+                until=None if minutes is None else time.monotonic() + 60 * minutes,
+                quiet=as_json,
+            )
     except Wrong as err:
         _give_up(str(err), _FAILED)
-    _tell(results, skipped, as_json=as_json)
-    if results:
-        _keep(results, csv, markdown, plot)
+    every = _ordered(fitting, earlier | results)
+    _tell(every, skipped + late, as_json=as_json)
+    if every:
+        _keep(every, csv, markdown, plot)
 
 
 def chosen(cells: Sequence[Cell], ops: Sequence[str], kinds: Sequence[str], match: str) -> list[Cell]:
@@ -127,17 +144,11 @@ def available_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _check(
-    threads: int | None,
-    seconds: float | None,
-    memory: float | None,
-    files: Sequence[Path | None],
-    plot: Path | None,
-) -> None:
+def _check(numbers: Mapping[str, float | None], files: Sequence[Path | None], plot: Path | None) -> None:
     """Refuse before anything is measured what would fail, or mean nothing, after it."""
-    if threads is not None and threads < 1:
-        raise ValueError(needs("--threads", "1 or more", threads, _CODE))
-    for option, value in (("--seconds", seconds), ("--memory", memory)):
+    for option, value in numbers.items():
+        if option == "--threads" and value is not None and value < 1:
+            raise ValueError(needs(option, "1 or more", value, _CODE))
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(needs(option, "more than 0", value, _CODE))
     for file in files:
@@ -147,17 +158,47 @@ def _check(
         raise ValueError(needs("--plot", "matplotlib", "none installed", _CODE))
 
 
-def _run(cells: Sequence[Cell], measured: Callable[[Cell], Result], *, quiet: bool) -> list[Result]:
+def _earlier(csv: Path | None, cells: Sequence[Cell], *, resume: bool) -> dict[str, Result]:
+    if not resume:
+        return {}
+    if csv is None:
+        raise ValueError(needs("--resume", "--csv with the file to go on with", "none", _CODE))
+    return report.kept(csv, cells, report.machine(), torch.get_num_threads()) if csv.exists() else {}
+
+
+def _run(
+    cells: Sequence[Cell],
+    measured: Callable[[Cell], Result],
+    keep: Callable[[dict[str, Result]], None],
+    *,
+    until: float | None,
+    quiet: bool,
+) -> tuple[dict[str, Result], list[report.Skipped]]:
+    """Measure cell by cell, keeping the rows after each; returns results by label, and what time forbade."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(file=sys.stderr)
-    results = []
+    results: dict[str, Result] = {}
+    late: list[report.Skipped] = []
     with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
         task = bar.add_task("", total=len(cells))
         for cell in cells:
+            if until is not None and time.monotonic() > until:
+                late.append(report.Skipped(cell, "the minutes are over"))
+                continue
             bar.update(task, description=cell.label)
-            results.append(measured(cell))
+            results[cell.label] = measured(cell)
+            keep(results)
             bar.advance(task)
-    return results
+    return results, late
+
+
+def _ordered(cells: Sequence[Cell], results: Mapping[str, Result]) -> list[Result]:
+    return [results[cell.label] for cell in cells if cell.label in results]
+
+
+def _keep_rows(csv: Path | None, cells: Sequence[Cell], results: Mapping[str, Result]) -> None:
+    if csv is not None:
+        report.write(csv, report.csv_text(_ordered(cells, results), report.machine()))
 
 
 def _tell(results: Sequence[Result], skipped: Sequence[report.Skipped], *, as_json: bool) -> None:

@@ -120,10 +120,20 @@ def _full() -> list[Cell]:
                     found.append(Cell("decode", kind, h, 1, (kv_len,) * batch, flex))
     found += [Cell("decode", "fp8", h, 1, (2048,) * 16) for h in heads]
     for kind in both:
-        found += [Cell("ragged", kind, h, 1, ragged(b, 128, 8192)) for h in heads for b in (8, 32)]
-        found += [Cell("verify", kind, h, q, (8192,) * 4) for h in heads for q in (1, 2, 4, 8, 16)]
+        found += [
+            Cell("ragged", kind, h, 1, ragged(b, 128, 8192), (h, b) == (32, 8))
+            for h in heads
+            for b in (8, 32)
+        ]
+        found += [
+            Cell("verify", kind, h, q, (8192,) * 4, (h, q) in ((32, 4), (32, 16)))
+            for h in heads for q in (1, 2, 4, 8, 16)
+        ]  # fmt: skip
         rows = ((64, 2048), (512, 512), (512, 2048), (1024, 1024), (2048, 2048))
-        found += [Cell("prefill", kind, 32, q, (kv,)) for q, kv in rows]
+        found += [Cell("prefill", kind, 32, q, (kv,), kv == 2048) for q, kv in rows]
+    found += [Cell("ragged", "fp8", 32, 1, ragged(8, 128, 8192))]
+    found += [Cell("verify", "fp8", 32, q, (8192,) * 4) for q in (1, 4)]
+    found += [Cell("prefill", "fp8", 32, 512, (2048,))]
     return found
 
 

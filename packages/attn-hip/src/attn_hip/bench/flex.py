@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,9 @@ from .world import Call, World
 
 
 def serves(world: World) -> bool:
-    """Whether the cell is one that is asked of FlexAttention: whole pages of its own, one length, no fp8."""
+    """Whether the cell is one that is asked of FlexAttention: it cannot multiply fp8."""
     c = world.cell
-    whole = len(set(c.kv_lens)) == 1 and c.kv_lens[0] % FLEX_PAGE == 0
-    return c.flex and whole and c.dtype is c.kv_dtype
+    return c.flex and c.dtype is c.kv_dtype
 
 
 def paged(world: World) -> Call:
@@ -30,24 +29,27 @@ def paged(world: World) -> Call:
     torch._dynamo.reset()  # at its limit of recompiles it would fall back to an unfused path in silence
     compiled = _compiled(flex_attention)
     c = world.cell
-    kv_len, batch = c.kv_lens[0], c.batch
-    count = batch * kv_len // FLEX_PAGE
+    batch, longest = c.batch, -(-max(c.kv_lens) // FLEX_PAGE) * FLEX_PAGE
+    pages = [-(-n // FLEX_PAGE) for n in c.kv_lens]
+    count = sum(pages)
     table = PagedAttention(count, FLEX_PAGE, batch, device="cpu")
-    order = torch.randperm(count, generator=world.make).tolist()
-    table.empty_pages = order
-    for request in range(batch):
+    table.empty_pages = torch.randperm(count, generator=world.make).tolist()
+    for request, kv_len in enumerate(c.kv_lens):
         table.reserve(torch.tensor(request), torch.tensor(kv_len))
-    where = table.page_table[:, : kv_len // FLEX_PAGE].long()
-    offset = kv_len - c.q_len
+    where = [table.page_table[request, :n].long() for request, n in enumerate(pages)]
+    offset = torch.tensor(c.kv_lens) - c.q_len
 
-    def seen(_b: Any, _h: Any, row: Any, key: Any) -> Any:
-        return key <= row + offset
+    def seen(request: Any, _h: Any, row: Any, key: Any) -> Any:
+        return key <= row + offset[request]
 
     logical = create_block_mask(
-        seen, batch, 1, c.q_len, kv_len, device="cpu", BLOCK_SIZE=(FLEX_PAGE, FLEX_PAGE)
+        seen, batch, 1, c.q_len, longest, device="cpu", BLOCK_SIZE=(FLEX_PAGE, FLEX_PAGE)
     )
     mask = table.convert_logical_block_mask(logical)
-    caches = [tuple(_laid(part, where, count) for part in groups[0]) for groups in world.dense]
+    caches = [
+        tuple(_laid([row for pair in groups for row in pair[kind]], where, count) for kind in (0, 1))
+        for groups in world.dense
+    ]
     q = world.q.view(batch, c.q_len, c.num_qo_heads, DIM).transpose(1, 2).contiguous()
 
     def run(copy: int) -> torch.Tensor:
@@ -64,9 +66,10 @@ def _compiled(call: Any) -> Callable[..., torch.Tensor]:
     return done
 
 
-def _laid(rows: torch.Tensor, where: torch.Tensor, count: int) -> torch.Tensor:
-    """Spread ``[batch, heads, kv_len, dim]`` over pages; returns ``[1, heads, tokens, dim]``."""
-    made = torch.empty(KV_HEADS, count, FLEX_PAGE, DIM, dtype=rows.dtype)
-    for request, pages in enumerate(where):
-        made[:, pages] = rows[request].reshape(KV_HEADS, -1, FLEX_PAGE, DIM)
+def _laid(rows: Sequence[torch.Tensor], where: Sequence[torch.Tensor], count: int) -> torch.Tensor:
+    """Spread the ``[heads, kv_len, dim]`` of each request over pages; returns ``[1, heads, tokens, dim]``."""
+    made = torch.zeros(KV_HEADS, count, FLEX_PAGE, DIM, dtype=rows[0].dtype)
+    for row, pages in zip(rows, where, strict=True):
+        padded = torch.nn.functional.pad(row, (0, 0, 0, -row.shape[1] % FLEX_PAGE))
+        made[:, pages] = padded.reshape(KV_HEADS, -1, FLEX_PAGE, DIM)
     return made.view(1, KV_HEADS, count * FLEX_PAGE, DIM)

@@ -12,10 +12,13 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
+from attn_core.errors import needs
 from attn_hip import isa
 
 from .cells import DIM, PAGE, Cell
 from .measure import CONTIGUOUS, FA2, FLEX, GATHER, PEERS, READ, Result
+
+_CALLS = (FA2, GATHER, CONTIGUOUS, FLEX, READ)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +110,8 @@ def row(result: Result) -> dict[str, object]:
         "label": c.label, "op": c.op, "kind": c.kind, "num_qo_heads": c.num_qo_heads, "batch": c.batch,
         "q_len": c.q_len, "kv_len": " ".join(str(n) for n in sorted(set(c.kv_lens))), "kv_bytes": c.kv_bytes,
         "threads": result.threads,
-        **{f"{name} ms": _rounded(result.ms.get(name)) for name in (FA2, GATHER, CONTIGUOUS, FLEX, READ)},
-        **{f"{name} samples": result.samples.get(name) for name in (FA2, GATHER, CONTIGUOUS, FLEX, READ)},
+        **{f"{name} ms": _rounded(result.ms.get(name)) for name in _CALLS},
+        **{f"{name} samples": result.samples.get(name) for name in _CALLS},
         "error": float(f"{result.error:.3g}"),
     }  # fmt: skip
 
@@ -125,6 +128,31 @@ def csv_text(results: Sequence[Result], about: str) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
+
+
+def kept(path: Path, cells: Sequence[Cell], about: str, threads: int) -> dict[str, Result]:
+    """Read the results of an earlier run on this machine, with so many threads, back from its CSV, by label.
+
+    Raises:
+        ValueError: The file is not one that :func:`csv_text` made.
+    """
+    by_label = {cell.label: cell for cell in cells}
+    found: dict[str, Result] = {}
+    with path.open(encoding="utf-8", newline="") as file:
+        for said in csv.DictReader(file):
+            try:
+                cell = by_label.get(said["label"])
+                if cell is not None and (said["machine"], int(said["threads"])) == (about, threads):
+                    found[cell.label] = _read(cell, said)
+            except (KeyError, TypeError, ValueError) as err:
+                raise ValueError(needs(str(path), "rows of attn bench cpu", repr(err), "fa2.bench")) from None
+    return found
+
+
+def _read(cell: Cell, said: Mapping[str, str]) -> Result:
+    ms = {name: float(said[f"{name} ms"]) for name in _CALLS if said[f"{name} ms"]}
+    samples = {name: int(said[f"{name} samples"]) for name in ms}
+    return Result(cell, ms, samples, float(said["error"]), int(said["threads"]))
 
 
 def write(path: Path, text: str) -> None:

@@ -1,5 +1,6 @@
 #include "pool.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 #include <signal.h>
 #include <unistd.h>
@@ -7,6 +8,8 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstdio>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -173,6 +176,80 @@ class Pool {
 
 thread_local bool inside = false;  // this thread is running an item
 
+// libgomp's entry point for a parallel region: the function runs on every thread of a team, the caller among them.
+using Parallel = void (*)(void (*)(void*), void*, unsigned threads, unsigned flags);
+
+// Whether this process is a fork that has not called exec: threads of OpenMP that its parent started are not there,
+// and a region that counts on them would never end.
+bool forked() {
+  constexpr unsigned kForkNoExec = 0x40;  // PF_FORKNOEXEC
+  std::FILE* file = std::fopen("/proc/self/stat", "r");
+  if (!file) return true;
+  char line[512];
+  const size_t size = std::fread(line, 1, sizeof(line) - 1, file);
+  std::fclose(file);
+  line[size] = 0;
+  const char* end = std::strrchr(line, ')');  // the program's name may hold anything
+  unsigned flags = kForkNoExec;
+  if (!end || std::sscanf(end + 1, " %*c %*d %*d %*d %*d %*d %u", &flags) != 1) return true;
+  return flags & kForkNoExec;
+}
+
+// The OpenMP threads that torch computes with, or null. They spin for milliseconds after every operator of torch;
+// threads of our own would have to wait for a core meanwhile. Built with ATTN_OWN_THREADS, to compare, there are none.
+Parallel torch_threads() {
+#ifdef ATTN_OWN_THREADS
+  return nullptr;
+#endif
+  static const pid_t loaded = getpid();
+  static const Parallel found =
+      forked() ? nullptr : reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+  return getpid() == loaded ? found : nullptr;
+}
+
+// One call on the threads of OpenMP.
+class Team {
+ public:
+  Team(const Region& region, void* scratch, size_t stride) : region_(region), scratch_(scratch), stride_(stride) {
+    first_.open(region.first);
+    second_.open(region.second);
+  }
+  void run(Parallel parallel, int threads) { parallel(&Team::join, this, unsigned(threads), 0); }
+
+ private:
+  static void join(void* team) { static_cast<Team*>(team)->work(); }
+
+  void work() {
+    const bool was = inside;
+    inside = true;
+    void* scratch = static_cast<char*>(scratch_) + stride_ * seats_.fetch_add(1, std::memory_order_relaxed);
+    first_.work(region_.run_first, scratch);
+    if (region_.second) {
+      first_.wait();
+      second_.work(region_.run_second, scratch);
+    }
+    inside = was;
+  }
+
+  const Region& region_;
+  void* scratch_;  // a piece of `stride_` bytes for each thread
+  size_t stride_;
+  std::atomic<size_t> seats_{0};
+  Phase first_, second_;
+};
+
+// Returns false when another thread is using them.
+bool run_on_torch(Parallel parallel, const Region& region, int threads, Scratch& scratch) {
+  static std::mutex busy;
+  const std::unique_lock<std::mutex> mine(busy, std::try_to_lock);
+  if (!mine) return false;
+  const size_t stride = (region.scratch_bytes + kLine - 1) / kLine * kLine;
+  scratch.reserve(stride * size_t(threads));
+  // All of torch's threads, also where items are fewer: OpenMP ends those that a smaller team leaves out.
+  Team(region, scratch.get(), stride).run(parallel, threads);
+  return true;
+}
+
 void Pool::serve(int index, Worker& worker, uint64_t seen) {
   inside = true;
   std::unique_lock<std::mutex> hold(lock_);
@@ -218,7 +295,10 @@ void run_region(const Region& region, int threads) {
     run_alone(region, scratch.get());
   } else {
     try {
-      if (!pool().run(region, most, scratch.get())) run_alone(region, scratch.get());
+      const Parallel parallel = torch_threads();
+      const bool done = parallel ? run_on_torch(parallel, region, std::min(threads, kMostThreads), scratch)
+                                 : pool().run(region, most, scratch.get());
+      if (!done) run_alone(region, scratch.get());
     } catch (...) {
       inside = false;
       throw;

@@ -1,4 +1,5 @@
-// Threads that run the items of one call. They are started once and sleep between calls.
+// Threads that run the items of one call: those of the OpenMP runtime that torch has loaded, where there is one
+// (GNU's interface), else threads that are started once and sleep between calls.
 //
 // One call at a time uses them. A call made meanwhile by another thread, or from inside an item, runs its items on
 // the thread that makes it, so nothing waits for itself. After fork() the child starts threads of its own.
@@ -20,7 +21,7 @@ struct Region {
 // throw. Throws std::bad_alloc before anything has run when scratch is short, and never for want of a thread.
 void run_region(const Region& region, int threads);
 
-// Threads of the pool of this process, the callers' not counted.
+// Threads of this process's own pool; OpenMP's and the callers' are not counted.
 int pool_size();
 
 }  // namespace attn
