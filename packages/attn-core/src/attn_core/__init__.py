@@ -1,15 +1,16 @@
 """Attention planning, routing and reference kernels for AMD Instinct, independent of any kernel library.
 
-The public names are those of FlashInfer 0.6.18; modules too (``attn_core.decode``, ``.prefill``,
-``.page``, ``.cascade``, ``.mla``, ``.quantization``, ``.sampling``). Importing starts no compiler and touches
-no device; backends are discovered when the first wrapper is planned. Names are imported, and torch with
-them, when they are first used: ``attn --help`` needs neither.
+The public names are those of FlashInfer 0.6.18; modules too (``attn_core.decode``, ``.prefill``, ``.page``,
+``.cascade``, ``.mla``, ``.attention``, ``.pod``, ``.sparse``, ``.quantization``, ``.sampling``). Importing
+starts no compiler and touches no device; backends are discovered when the first wrapper is planned. Names are
+imported, and torch with them, when they are first used: ``attn --help`` needs neither.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
     from .cache_view import CacheView
     from .cascade import (
         BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
@@ -27,8 +28,14 @@ if TYPE_CHECKING:
     )
     from .errors import NoRoute, Unsupported
     from .mla import BatchMLAPagedAttentionWrapper
-    from .page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
+    from .page import (
+        append_paged_kv_cache,
+        append_paged_mla_kv_cache,
+        get_batch_indices_positions,
+        get_seq_lens,
+    )
     from .plugins import configure
+    from .pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper
     from .pool import DecodePlanPool
     from .prefill import (
         BatchPrefillWithPagedKVCacheWrapper,
@@ -38,10 +45,12 @@ if TYPE_CHECKING:
     )
     from .quantization import packbits, segment_packbits
     from .sampling import chain_speculative_sampling
+    from .sparse import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "attention": ("BatchAttention", "BatchAttentionWithAttentionSinkWrapper"),
     "cache_view": ("CacheView",),
     "cascade": (
         "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
@@ -59,8 +68,14 @@ _HOMES = {
     ),
     "errors": ("NoRoute", "Unsupported"),
     "mla": ("BatchMLAPagedAttentionWrapper",),
-    "page": ("append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
+    "page": (
+        "append_paged_kv_cache",
+        "append_paged_mla_kv_cache",
+        "get_batch_indices_positions",
+        "get_seq_lens",
+    ),
     "plugins": ("configure",),
+    "pod": ("BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"),
     "pool": ("DecodePlanPool",),
     "prefill": (
         "BatchPrefillWithPagedKVCacheWrapper",
@@ -70,23 +85,31 @@ _HOMES = {
     ),
     "quantization": ("packbits", "segment_packbits"),
     "sampling": ("chain_speculative_sampling",),
+    "sparse": ("BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "BatchAttention",
+    "BatchAttentionWithAttentionSinkWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
     "BatchMLAPagedAttentionWrapper",
+    "BatchPODWithPagedKVCacheWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+    "BlockSparseAttentionWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "CacheView",
     "DecodePlanPool",
     "MultiLevelCascadeAttentionWrapper",
     "NoRoute",
+    "PODWithPagedKVCacheWrapper",
     "Unsupported",
+    "VariableBlockSparseAttentionWrapper",
     "append_paged_kv_cache",
+    "append_paged_mla_kv_cache",
     "chain_speculative_sampling",
     "configure",
     "fast_decode_plan",
@@ -109,7 +132,7 @@ def __getattr__(name: str) -> object:
     elif name in _HOMES:
         found = import_module(f".{name}", __name__)
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = import_module(".not_here", __name__).refusing("", name)
     globals()[name] = found  # asked once
     return found
 

@@ -1,8 +1,11 @@
 """Decode entry points, under upstream's module name."""
 
+from typing import TYPE_CHECKING
+
 from .decode_graph import CUDAGraphBatchDecodeWithPagedKVCacheWrapper
 from .decode_paged import BatchDecodeWithPagedKVCacheWrapper
 from .fast_plan import fast_decode_plan
+from .not_here import refusing
 from .single import single_decode_with_kv_cache
 
 __all__ = [
@@ -11,3 +14,9 @@ __all__ = [
     "fast_decode_plan",
     "single_decode_with_kv_cache",
 ]
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        return refusing("decode", name)

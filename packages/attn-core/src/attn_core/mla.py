@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from . import capture, state
 from .arguments import as_dtype, check_workspace, refuse
-from .batch import HostBatch, first_true, flat, paged_batch, size_of, to_host
 from .errors import needs
 from .graph_buffers import latent_buffers
+from .kv_lengths import batch_of_lengths
+from .not_here import refusing
 from .options import Dtype
 from .problem import AttentionProblem, MaskMode, Op, PagedKV
 from .wrapper import AttentionWrapper
@@ -117,34 +119,10 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             mask=MaskMode.CAUSAL if causal else MaskMode.NONE, sm_scale=float(sm_scale), needs_lse=needs_lse,
             use_tensor_cores=True, latent=True,
         )  # fmt: skip
-        self._plan(problem, self._batch_of(qo_indptr, kv_indptr, kv_indices, kv_len_arr, page_size))
-
-    def _batch_of(
-        self,
-        qo_indptr: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        kv_indices: torch.Tensor,
-        kv_len_arr: torch.Tensor,
-        page_size: int,
-    ) -> HostBatch:
-        size_of("kv_indptr", kv_indptr)
-        given = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_len_arr": flat(kv_len_arr)}
-        host = to_host(given, self.device)
-        indptr, kv_len = host["kv_indptr"], host["kv_len_arr"]
-        if kv_len.numel() != indptr.numel() - 1:
-            want = f"batch size = {indptr.numel() - 1} entries"
-            raise ValueError(needs("kv_len_arr", want, kv_len.numel(), "core.kv-len"))
-        held = indptr.diff()
-        wrong = (kv_len < 0) | (kv_len > held * page_size) | (kv_len <= (held - 1) * page_size)
-        wrong &= ~((held == 0) & (kv_len == 0))
-        if bool(wrong.any()):
-            at = first_true(wrong)
-            most = max(0, int(held[at]) * page_size)
-            least = max(0, most - page_size + 1)
-            want = f"{least} to {most}, what its {int(held[at])} pages hold"
-            raise ValueError(needs(f"kv_len_arr[{at}]", want, int(kv_len[at]), "core.kv-len"))
-        last = torch.where(held > 0, kv_len - (held - 1) * page_size, 1).to(torch.int32)
-        return paged_batch(host["qo_indptr"], indptr, kv_indices, last, page_size, device=self.device)
+        batch = batch_of_lengths(
+            qo_indptr, kv_indptr, kv_indices, kv_len_arr, page_size, device=self.device
+        )  # fmt: skip
+        self._plan(problem, batch)
 
     def run(
         self,
@@ -279,3 +257,9 @@ def _gathered(
     keys = torch.cat((ckv[pages.long()], kpe[pages.long()]), -1)
     places = torch.arange(pages.numel(), dtype=torch.int32, device=pages.device)
     return replace(s, image={**s.image, "kv_indices": places}, min_rows=None), keys
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        return refusing("mla", name)

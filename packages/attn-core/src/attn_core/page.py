@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -12,6 +13,7 @@ from .backend import AppendBackend, AppendIO
 from .batch import INDEX_DTYPES, BatchShape, first_true
 from .cache_view import CacheView, unpack
 from .errors import needs
+from .not_here import refusing
 from .page_indices import get_batch_indices_positions, get_seq_lens
 from .problem import AttentionProblem, Op, PagedKV, check_kv_order
 from .query import Query
@@ -80,6 +82,51 @@ def append_paged_kv_cache(
     problem = _problem(heads, append_key.shape[2], append_value.shape[2], k.dtype, page_size, kv_layout)
     del i32["kv_last_page_len"]
     _dispatch(problem, rows, AppendIO(append_key, append_value, k, v, **i32), backend)
+
+
+def append_paged_mla_kv_cache(
+    append_ckv: torch.Tensor,
+    append_kpe: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    ckv_cache: torch.Tensor,
+    kpe_cache: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+    backend: str = "auto",
+) -> None:
+    """Write rows into a paged latent cache; see :func:`append_paged_kv_cache`.
+
+    Args:
+        append_ckv: ``[nnz, head_dim_ckv]`` in the cache's type, any strides.
+        append_kpe: ``[nnz, head_dim_kpe]``; strides are its own.
+        batch_indices: As for :func:`append_paged_kv_cache`, like all that follow but:
+        positions: See there.
+        ckv_cache: ``[pages, page_size, head_dim_ckv]``.
+        kpe_cache: ``[pages, page_size, head_dim_kpe]``.
+        kv_indices: See there.
+        kv_indptr: See there.
+        kv_last_page_len: See there.
+        backend: See there.
+
+    Raises:
+        TypeError: An array has the wrong type.
+        ValueError: As there; nothing was written.
+        NotImplementedError: No backend serves the combination.
+    """
+    parts = (("append_ckv", append_ckv, 2), ("append_kpe", append_kpe, 2))
+    caches = (("ckv_cache", ckv_cache, 3), ("kpe_cache", kpe_cache, 3))
+    for name, t, ndim in (*parts, *caches):
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(needs(name, "a tensor", type(t).__name__, "core.append-shape"))
+        if t.ndim != ndim:
+            raise ValueError(needs(name, f"a {ndim}-D tensor", tuple(t.shape), "core.append-shape"))
+    append_paged_kv_cache(
+        append_ckv.unsqueeze(1), append_kpe.unsqueeze(1), batch_indices, positions,
+        (ckv_cache.unsqueeze(2), kpe_cache.unsqueeze(2)), kv_indices, kv_indptr, kv_last_page_len,
+        backend=backend,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
@@ -200,4 +247,15 @@ def _first_bad(values: torch.Tensor, bad: torch.Tensor, name: str, want: str) ->
         raise ValueError(needs(f"{name}[{at}]", want, int(values[at]), "core.append-index"))
 
 
-__all__ = ["append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
+__all__ = [
+    "append_paged_kv_cache",
+    "append_paged_mla_kv_cache",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+]
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        return refusing("page", name)

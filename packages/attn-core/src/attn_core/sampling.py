@@ -6,12 +6,15 @@ row of ``draft_probs`` given with it (Leviathan, Kalman, Matias 2023; Chen et al
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from . import capture, notices, plugins, tracing
 from .backend import SamplingIO
 from .errors import needs
+from .not_here import refusing
 from .sampling_math import MAX_VOCAB, PAD
 from .sampling_route import Sampler, SamplingProblem, screened, serve
 from .target import target_of
@@ -275,3 +278,9 @@ def _check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None
         raise ValueError(
             needs(name, f"the device of draft_probs, {device}", tensor.device, "core.sampling-device")
         )
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        return refusing("sampling", name)

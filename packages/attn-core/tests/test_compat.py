@@ -1,0 +1,99 @@
+"""The package under the name of ``flashinfer``, and what is said of names that are not here."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import attn_core
+from attn_core import decode, mla, page, prefill, sampling
+from attn_core.not_here import NAMES, refusing
+
+PROGRAM = """
+import sys
+from attn_core.compat import install
+
+root = install()
+assert install() is root
+
+import flashinfer
+import flashinfer_jit_cache
+from importlib.util import find_spec
+from flashinfer import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache, xqa
+from flashinfer.cascade import merge_state
+from flashinfer.decode import fast_decode_plan, trtllm_batch_decode_with_kv_cache
+from flashinfer.decode import _get_range_buf, get_seq_lens
+from flashinfer.jit import JitSpec, build_jit_specs
+from flashinfer.jit.attention.modules import gen_pod_module
+from flashinfer.page import append_paged_kv_cache
+from flashinfer.rope import apply_rope
+from flashinfer.sparse import BlockSparseAttentionWrapper
+from flashinfer.utils import FP4Tensor, MaskMode, get_alibi_slopes, get_compute_capability, is_sm90a_supported
+import attn_core
+
+assert find_spec("flashinfer") and find_spec("flashinfer_jit_cache") and find_spec("flashinfer.decode")
+assert flashinfer is root and flashinfer.__version__ == "0.6.18"
+assert BatchDecodeWithPagedKVCacheWrapper is attn_core.BatchDecodeWithPagedKVCacheWrapper
+assert flashinfer.decode.fast_decode_plan is fast_decode_plan is attn_core.fast_decode_plan
+assert flashinfer.cascade.merge_state is merge_state is flashinfer.merge_state
+assert flashinfer.sparse.BlockSparseAttentionWrapper is attn_core.BlockSparseAttentionWrapper
+assert get_seq_lens is attn_core.get_seq_lens
+assert _get_range_buf(3, "cpu").tolist() == [0, 1, 2]
+assert build_jit_specs([gen_pod_module(1, x=2)]) is None and isinstance(gen_pod_module(), JitSpec)
+assert get_compute_capability("cpu") == (0, 0) and not is_sm90a_supported("cpu")
+assert MaskMode.CUSTOM.value == 2 and flashinfer.utils.next_positive_power_of_2(17) == 32
+assert get_alibi_slopes(2).tolist() == [2**-4, 2**-8]
+for call in (xqa, trtllm_batch_decode_with_kv_cache, apply_rope, flashinfer.softmax, FP4Tensor):
+    try:
+        call(1)
+    except NotImplementedError as error:
+        assert "core.not-here" in str(error)
+    else:
+        raise SystemExit(f"{call} did not refuse")
+for module in (flashinfer, flashinfer.decode, flashinfer.utils, flashinfer.jit, flashinfer.rope):
+    assert not hasattr(module, "nonsense")
+import csv
+try:
+    install("csv")
+except ImportError as error:
+    assert "core.compat" in str(error)
+else:
+    raise SystemExit("an imported package was replaced")
+"""
+
+
+def test_a_program_finds_the_package_under_the_other_name():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("module", [decode, prefill, mla, page, sampling])
+def test_a_name_that_is_not_here_can_be_imported_and_says_so(module):
+    names = NAMES[module.__name__.rpartition(".")[2]]
+    assert len(names) >= 2
+    for name, instead in names.items():
+        there = getattr(module, name)
+        assert there.__name__ == name
+        with pytest.raises(NotImplementedError) as told:
+            there(torch.empty(1), out=None)
+        assert str(told.value).startswith(f"{name}: needs {instead}")
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = module.nonsense
+
+
+def test_the_package_itself_has_the_names_upstream_has_at_its_top():
+    assert attn_core.top_k_sampling_from_probs.__name__ == "top_k_sampling_from_probs"
+    with pytest.raises(AttributeError, match="fmha_varlen"):
+        refusing("", "fmha_varlen")
+
+
+def test_what_is_refused_is_not_there_and_what_is_there_is_not_refused():
+    public = set(attn_core.__all__)
+    assert not public & {name for names in NAMES.values() for name in names}
