@@ -143,6 +143,31 @@ def test_int64_indices_and_empty_appends():
     assert same_bits(p.v, want[1])
 
 
+@pytest.mark.parametrize(
+    "name", ["batch_indices", "positions", "kv_indices", "kv_indptr", "kv_last_page_len"]
+)
+def test_an_index_beyond_int32_does_not_wrap_around(name):
+    """2**40 is 0 in 32 bits: the row would land in another slot."""
+    p = pages([9, 4])
+    before = [t.clone() for t in p.cache]
+    index = {
+        "batch_indices": torch.tensor([0, 1]), "positions": torch.tensor([0, 1]),
+        "kv_indices": p.indices.long(), "kv_indptr": p.indptr.long(), "kv_last_page_len": p.last.long(),
+    }  # fmt: skip
+    index[name] = index[name].clone()
+    index[name][0] += 2**40
+    key, value = (rows(2, 2, t.shape[-1], torch.float32) for t in p.cache)
+    with pytest.raises(ValueError, match=rf"{name}\[0\]: needs a value that fits int32.*core\.index-range"):
+        append_paged_kv_cache(key, value, paged_kv_cache=p.cache, **index)
+    assert all(map(same_bits, p.cache, before))
+
+
+def test_a_backend_is_looked_for_though_there_are_no_rows():
+    p, none = pages([9, 4]), rows(0, 2, 8, torch.float32)
+    with pytest.raises(NoRoute, match=r"backend: needs one of .*got 'nobody'"):
+        append(p, none, none, [], [], backend="nobody")
+
+
 def meta(t):
     return t.to("meta")
 

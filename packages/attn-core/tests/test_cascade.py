@@ -310,6 +310,20 @@ def test_bad_input_is_named_and_changes_nothing(changed, error, match):
     assert torch.equal(args["s"], before[1])
 
 
+@pytest.mark.parametrize("wrong", [None, [[1.0]], 3])
+def test_what_is_no_tensor_is_named(wrong):
+    for call, names in (
+        (
+            lambda **o: merge_state(**{"v_a": V, "s_a": S, "v_b": V, "s_b": S, **o}),
+            ("v_a", "s_a", "v_b", "s_b"),
+        ),
+        (lambda **o: merge_states(**{"v": V[:, None], "s": S[:, None], **o}), ("v", "s")),
+    ):
+        for name in names:
+            with pytest.raises(TypeError, match=rf"^{name}: needs a tensor, got .*core\.merge-type"):
+                call(**{name: wrong})
+
+
 def test_merge_states_bad_shapes():
     with pytest.raises(ValueError, match=r"^v: needs 4 dimensions"):
         merge_states(V, S)

@@ -5,8 +5,9 @@ import random
 import pytest
 import torch
 
-from attn_core import arguments
+from attn_core import arguments, merge
 from attn_core.errors import needs
+from attn_core.frozen import FrozenShape
 from attn_core.reference import ReferenceBackend
 from attn_core.testing import fuzz, misuse
 from attn_core.testing.draw import draw
@@ -97,3 +98,102 @@ def test_every_mistake_can_be_made():
         made |= {name for name, change in misuse.PLAN.items() if change(case, right) is not None}
         made |= {name for name, change in misuse.RUN.items() if change(case, run) is not None}
     assert made == misuse.PLAN.keys() | misuse.RUN.keys()
+
+
+@pytest.fixture
+def others(monkeypatch):
+    """Sessions about something else than one attention wrapper, of one kind."""
+
+    def choose(*kinds):
+        monkeypatch.setattr(fuzz, "_OTHERS", 1.0)
+        monkeypatch.setattr(fuzz, "KINDS", kinds)
+
+    return choose
+
+
+@pytest.mark.parametrize("kind", fuzz.KINDS)
+def test_sound_backends_pass_what_is_no_attention_wrapper(kind, others):
+    others(kind)
+    tally = fuzz.Tally()
+    assert [str(f) for f in fuzz.sessions(ReferenceBackend(), seed=3, count=6, tally=tally)] == []
+    assert tally.by_op == {kind: 6}
+    assert tally.right >= 6
+    assert tally.wrong >= 6 * 3
+
+
+def test_what_a_backend_does_not_have_is_a_session_of_attention(others):
+    others("chain_sampling")
+    backend = Mini()
+    backend.sampling = ()
+    tally = fuzz.Tally()
+    assert list(fuzz.sessions(backend, seed=3, count=3, tally=tally)) == []
+    assert "chain_sampling" not in tally.by_op
+
+
+class BadAppend(Mini):
+    def append(self, path, problem, io):
+        super().append(path, problem, io)
+        io.v.view(-1)[0] = 3.0
+
+
+class BadSampler(Mini):
+    def pad(self):
+        return 0
+
+
+class BadLse(Mini):
+    def lse(self, natural, kv_len):
+        return super().lse(natural, kv_len) + 0.5 * (kv_len > 20)
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [("append", BadAppend()), ("chain_sampling", BadSampler()), ("cascade", BadLse())],
+    ids=["append", "chain_sampling", "cascade"],
+)
+def test_a_wrong_result_is_found_in_sessions_of_every_kind(kind, backend, others):
+    others(kind)
+    failure = next(fuzz.sessions(backend, seed=1, count=30))
+    assert f": {kind}" in failure.case
+    assert isinstance(failure.error, AssertionError)
+
+
+def _merge_that_writes(v, s, v_other, s_other, mask=None):
+    v.fill_(7.0)
+    _REAL(v, s, v_other, s_other, mask)
+
+
+_REAL = merge.merge_state_in_place
+
+
+def test_a_refused_call_that_wrote_is_found(others, monkeypatch):
+    others("merge")
+    monkeypatch.setattr(
+        merge, "_check_other", lambda *_, **__: _raise(ValueError(needs("x", 1, 2, "core.x")))
+    )
+    monkeypatch.setattr(fuzz, "_right", lambda call, tally: None)
+    monkeypatch.setattr(merge, "merge_state_in_place", _merge_that_writes)
+    found = [str(f.error) for f in fuzz.sessions(ReferenceBackend(), seed=0, count=20)]
+    assert any("wrote to what it was given" in error for error in found)
+
+
+def test_an_accepted_mistake_of_a_function_is_found(others, monkeypatch):
+    others("append")
+    monkeypatch.setattr("attn_core.page.narrow", lambda name, index: index.to(torch.int32))
+    monkeypatch.setattr("attn_core.page._check_values", lambda *_: None)
+    found = [str(f.error) for f in fuzz.sessions(ReferenceBackend(), seed=0, count=40)]
+    assert any("was accepted" in error for error in found)
+
+
+def test_a_graph_that_lets_its_shape_change_is_found(monkeypatch):
+    monkeypatch.setattr(FrozenShape, "require", lambda self, other: None)
+    monkeypatch.setattr(misuse, "PLAN", {})
+    backend, found = ReferenceBackend(), []
+    for number in range(60):
+        case = fuzz.session_case(backend, CPU, 1, number)
+        if case.graph:
+            try:
+                fuzz._graph_mistakes(case, random.Random(number), fuzz.Tally())
+            except AssertionError as err:
+                found.append(str(err))
+    assert any("was accepted" in error for error in found)

@@ -316,7 +316,7 @@ def test_a_core_that_publishes_a_refused_plan_is_caught(monkeypatch):
         real(limits, **batch)
 
     stages = []
-    stage = checks.graph._Stage
+    stage = checks.graph.Stage
     monkeypatch.setattr(stage, "capture", lambda self, was=stage.capture: (stages.append(self), was(self)))
     monkeypatch.setattr(planner, "check_capacity", late)
     name = "a_refused_replan_leaves_the_replay_unchanged"

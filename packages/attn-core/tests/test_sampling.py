@@ -201,6 +201,10 @@ D, IDS, T = torch.full((2, 3, 4), 0.25), torch.zeros(2, 3, dtype=torch.int32), t
             ValueError,
             "^draft_probs: needs a vocab_size of 1 to 4194304, got 0",
         ),
+        ((None, IDS, T), TypeError, "^draft_probs: needs a tensor, got NoneType"),
+        ((D, IDS.tolist(), T), TypeError, "^draft_token_ids: needs a tensor, got list"),
+        ((D, IDS, 3), TypeError, "^target_probs: needs a tensor, got int"),
+        ((D, IDS, T, [0, 0]), TypeError, "^maybe_output_accepted.*: needs int32 .*, got list"),
         ((D, IDS.to("meta"), T), ValueError, "^draft_token_ids: needs the device of draft_probs"),
         ((D, IDS, T.to("meta")), ValueError, "^target_probs: needs the device of draft_probs"),
         (

@@ -177,14 +177,14 @@ def to_host(named: Mapping[str, torch.Tensor], device: torch.device = CPU) -> di
         _check_index(name, tensor, device)
         if tensor.device.type == "cpu":
             # Backends hand addresses of these to native code, which knows no strides.
-            out[name] = tensor.contiguous() if tensor.dtype is torch.int32 else _narrow(name, tensor)
+            out[name] = tensor.contiguous() if tensor.dtype is torch.int32 else narrow(name, tensor)
         else:
             away.append(name)
     if away:
-        # int64 keeps a value that does not fit int32 visible to _narrow.
+        # int64 keeps a value that does not fit int32 visible to narrow.
         packed = torch.cat([named[name].to(torch.int64) for name in away]).cpu()
         for name, part in zip(away, packed.split_with_sizes([named[n].numel() for n in away]), strict=True):
-            out[name] = _narrow(name, part)
+            out[name] = narrow(name, part)
     return out
 
 
@@ -215,7 +215,12 @@ def _check_index(name: str, tensor: object, device: torch.device) -> None:
         raise ValueError(needs(name, f"a tensor on cpu or {device}", tensor.device, "core.device"))
 
 
-def _narrow(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def narrow(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return an index tensor of the CPU as int32.
+
+    Raises:
+        ValueError: A value does not fit.
+    """
     small = tensor.to(torch.int32)
     if tensor.dtype is not torch.int32 and not torch.equal(small.to(tensor.dtype), tensor):
         at = first_true(small != tensor)

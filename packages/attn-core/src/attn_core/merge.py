@@ -178,6 +178,9 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def _check_state(v_name: str, v: torch.Tensor, s_name: str, s: torch.Tensor, *, ndim: int) -> None:
+    for name, tensor in ((v_name, v), (s_name, s)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(needs(name, "a tensor", type(tensor).__name__, "core.merge-type"))
     if v.dtype not in _V_DTYPES:
         raise TypeError(needs(v_name, "float16, bfloat16, float32 or float64", v.dtype, "core.merge-dtype"))
     if s.dtype != torch.float32:
@@ -203,8 +206,9 @@ def _check_other(v_name: str, v: torch.Tensor, s_name: str, s: torch.Tensor, *, 
 
 
 def _check_mask(mask: torch.Tensor, v: torch.Tensor) -> None:
-    if mask.dtype not in (torch.bool, torch.uint8):
-        raise TypeError(needs("mask", "bool or uint8", mask.dtype, "core.merge-mask"))
+    if not isinstance(mask, torch.Tensor) or mask.dtype not in (torch.bool, torch.uint8):
+        got = getattr(mask, "dtype", type(mask).__name__)
+        raise TypeError(needs("mask", "bool or uint8", got, "core.merge-mask"))
     if mask.shape != v.shape[:1]:
         raise ValueError(needs("mask", f"shape ({v.shape[0]},)", tuple(mask.shape), "core.merge-mask"))
     if mask.device != v.device:

@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 from . import notices, plugins, tracing
 from .backend import AppendBackend, AppendIO
-from .batch import INDEX_DTYPES, BatchShape, first_true
+from .batch import INDEX_DTYPES, INT32_MAX, BatchShape, first_true, narrow
 from .cache_view import CacheView, unpack
 from .errors import needs
 from .not_here import refusing
@@ -76,12 +76,14 @@ def append_paged_kv_cache(
     page_size = k.shape[1] if kv_layout == "NHD" else k.shape[2]
     if k.device.type == "cpu":
         _check_values(i32, page_size, min(k.shape[0], v.shape[0]))
-    if rows == 0:
-        return
     heads = append_key.shape[1]
     problem = _problem(heads, append_key.shape[2], append_value.shape[2], k.dtype, page_size, kv_layout)
+    target = target_of(k.device)
+    screened = _screened(target, problem, backend, plugins.registry())  # a name is checked for no rows too
     del i32["kv_last_page_len"]
-    _dispatch(problem, rows, AppendIO(append_key, append_value, k, v, **i32), backend)
+    if rows:
+        query = Query(target, problem, _shape(i32, rows))
+        _dispatch(screened, query, AppendIO(append_key, append_value, k, v, **i32))
 
 
 def append_paged_mla_kv_cache(
@@ -146,21 +148,20 @@ def _screened(
     return screen(target, problem, registry.backends, requested=backend)
 
 
-def _dispatch(problem: AttentionProblem, rows: int, io: AppendIO, backend: str) -> None:
-    target = target_of(io.k.device)
-    screened = _screened(target, problem, backend, plugins.registry())
-    shape = BatchShape(
-        batch_size=io.kv_indptr.numel() - 1, total_q=rows, max_q_len=rows, uniform_q_len=None,
+def _shape(index: dict[str, torch.Tensor], rows: int) -> BatchShape:
+    return BatchShape(
+        batch_size=index["kv_indptr"].numel() - 1, total_q=rows, max_q_len=rows, uniform_q_len=None,
         max_kv_len=0, total_kv=0,
     )  # fmt: skip
-    query = Query(target, problem, shape)
 
+
+def _dispatch(screened: Screened, query: Query, io: AppendIO) -> None:
     def append(decision: RouteDecision) -> None:
         assert isinstance(decision.backend, AppendBackend)
-        decision.backend.append(decision.path.name, problem, io)
+        decision.backend.append(decision.path.name, query.problem, io)
 
     decision, _ = serve(screened, query, append)
-    notices.announce(target, decision.refused, decision.candidate)
+    notices.announce(query.target, decision.refused, decision.candidate)
 
 
 def check_rows(key: torch.Tensor, value: torch.Tensor, k: torch.Tensor, v: torch.Tensor, order: str) -> int:
@@ -197,7 +198,10 @@ def _index(name: str, index: object, device: torch.device) -> torch.Tensor:
         raise ValueError(needs(name, "a 1-D tensor", f"shape {tuple(index.shape)}", "core.index-shape"))
     if index.device != device:
         raise ValueError(needs(name, f"a tensor on {device}, as the cache is", index.device, "core.device"))
-    return index.to(torch.int32)
+    if device.type == "cpu":
+        return narrow(name, index)
+    # A device's values are not looked at; one that is too large has to stay so, for its row to be skipped.
+    return index if index.dtype is torch.int32 else index.clamp(-1, INT32_MAX).to(torch.int32)
 
 
 def _check_sizes(index: dict[str, torch.Tensor], rows: int) -> None:

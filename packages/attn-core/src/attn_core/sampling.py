@@ -171,6 +171,10 @@ def _fill(value: int, device: torch.device) -> torch.Tensor:
 def _check_probs(
     draft_probs: torch.Tensor, draft_token_ids: torch.Tensor, target_probs: torch.Tensor
 ) -> None:
+    given = {"draft_probs": draft_probs, "target_probs": target_probs, "draft_token_ids": draft_token_ids}
+    for name, tensor in given.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(needs(name, "a tensor", type(tensor).__name__, "core.sampling-dtype"))
     for name, probs in (("draft_probs", draft_probs), ("target_probs", target_probs)):
         if probs.dtype not in _PROB_DTYPES:
             wanted = "float16, bfloat16, float32 or float64"
@@ -207,10 +211,9 @@ def _check_ids(ids: torch.Tensor, vocab_size: int) -> None:
 
 
 def _check_counter(name: str, counter: torch.Tensor, batch_size: int, device: torch.device) -> None:
-    if counter.dtype != torch.int32:
-        raise TypeError(
-            needs(name, "int32 (a converted copy would lose the counts)", counter.dtype, "core.counter")
-        )
+    if not isinstance(counter, torch.Tensor) or counter.dtype != torch.int32:
+        got = getattr(counter, "dtype", type(counter).__name__)
+        raise TypeError(needs(name, "int32 (a converted copy would lose the counts)", got, "core.counter"))
     if tuple(counter.shape) != (batch_size,):
         raise ValueError(needs(name, f"shape ({batch_size},)", tuple(counter.shape), "core.counter"))
     if batch_size > 1 and counter.stride(0) == 0:

@@ -102,6 +102,16 @@ def only(backend: Backend, path: Path) -> Iterator[None]:
         plugins.use(old)
 
 
+@contextmanager
+def only_one(backend: Backend) -> Iterator[None]:
+    """Make a backend, with all of its paths, the process's only one."""
+    old = plugins.use(plugins.Registry((backend,), (), (), {backend.name: "the backend under test"}))
+    try:
+        yield
+    finally:
+        plugins.use(old)
+
+
 class _OneSamplingPath(_OnePath):
     def __init__(self, backend: SamplingBackend, path: SamplingPath) -> None:
         super().__init__(backend, backend.paths[0])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -22,13 +22,24 @@ from ..decode import BatchDecodeWithPagedKVCacheWrapper
 from ..prefill import BatchPrefillWithPagedKVCacheWrapper
 from ..problem import Op
 from ..target import DeviceTarget
-from . import checks, misuse, oracle
+from . import checks, fuzz_functions, fuzz_wrappers, misuse, oracle
 from .axes import SINGLES
 from .cases import Case
 from .checks.expect import expect
 from .checks.run import check
 from .draw import draw, draw_lengths
-from .drive import GARBAGE, Wrapper, make_wrapper, only, options_of, plan_direct, run_public, scale_options
+from .drive import (
+    GARBAGE,
+    Wrapper,
+    make_wrapper,
+    only,
+    only_one,
+    options_of,
+    plan_direct,
+    run_public,
+    scale_options,
+)
+from .fuzz_calls import Call, unchanged
 from .kit import CPU, Failure
 from .memory import lay_out, same_bits, workspace_of
 from .world import World, world_of
@@ -37,6 +48,9 @@ REFUSALS = (ValueError, TypeError, NotImplementedError)
 CODED = re.compile(r"\[[a-z0-9_]+\.[a-z0-9-]+\]")
 _PYTHON = re.compile(r"unexpected keyword argument|required positional argument|multiple values for")
 _STEPS = 3
+_OTHERS = 0.3
+"""Share of sessions that are about something else than one wrapper of attention."""
+KINDS = ("append", "merge", "chain_sampling", "cascade", "latent")
 _WRONG = 3
 
 
@@ -79,15 +93,81 @@ def sessions(
     number = first
     while (count is None or number < first + count) and (end is None or time.monotonic() < end):
         said = f"session {number} of seed {seed}"
+        kind = session_kind(backend, target, seed, number)
         try:
-            case = session_case(backend, target, seed, number)
-            said = f"{said}: {case}"
-            _session(case, Random(f"{seed}:{number}:steps"), tally)
+            if kind is not None:
+                said = f"{said}: {kind}"
+                _other_session(backend, target, kind, Random(f"{seed}:{number}:other"), tally)
+            else:
+                case = session_case(backend, target, seed, number)
+                kind, said = case.problem.op.value, f"{said}: {case}"
+                _session(case, Random(f"{seed}:{number}:steps"), tally)
             tally.sessions += 1
-            tally.by_op[case.problem.op.value] += 1
+            tally.by_op[kind] += 1
         except Exception as err:
             yield Failure("fuzz", said, err)
         number += 1
+
+
+def session_kind(backend: Backend, target: DeviceTarget, seed: int, number: int) -> str | None:
+    """Return what a session is about if it is no attention wrapper or function, else None."""
+    rng = Random(f"{seed}:{number}:kind")
+    if rng.random() >= _OTHERS:
+        return None
+    kind = rng.choice(KINDS)
+    try:
+        _other(backend, target, kind, Random(0))
+    except LookupError:  # the backend does not have it
+        return None
+    return kind
+
+
+def _other(
+    backend: Backend, target: DeviceTarget, kind: str, rng: Random
+) -> list[Call] | fuzz_wrappers.Planned:
+    if kind == "cascade":
+        return fuzz_wrappers.cascade(backend, target, rng)
+    if kind == "latent":
+        return fuzz_wrappers.latent(backend, target, rng)
+    return fuzz_functions.calls(backend, target, rng, kind)
+
+
+def _other_session(backend: Backend, target: DeviceTarget, kind: str, rng: Random, tally: Tally) -> None:
+    with only_one(backend):
+        made = _other(backend, target, kind, rng)
+        if isinstance(made, list):
+            for call in made:
+                _right(call, tally)
+                _mistakes(call, rng, tally)
+            return
+        _right(made.plan, tally)
+        _right(made.run, tally)
+        before = made.states()
+        for _ in range(_STEPS):
+            _mistakes(made.plan, rng, tally)
+            expect(all(map(_is, made.states(), before)), "a refused plan replaced the one before")
+            _right(made.run, tally)
+            _mistakes(made.run, rng, tally)
+
+
+def _is(a: object, b: object) -> bool:
+    return a is b
+
+
+def _right(call: Call, tally: Tally) -> None:
+    call.check(call.function(**call.right))
+    tally.right += 1
+
+
+def _mistakes(call: Call, rng: Random, tally: Tally) -> None:
+    before = [t.clone() for t in call.held()]
+    for _ in range(_WRONG):
+        name, change = call.mistake(rng)
+        what = f"{call.name} with {name}"
+        refused(what, lambda change=change: call.function(**{**call.right, **change}))
+        expect(unchanged(call, before), f"{what}: a refused call wrote to what it was given")
+        tally.wrong += 1
+        tally.mistakes[f"{call.name}:{name.partition(':')[0]}"] += 1
 
 
 def session_case(backend: Backend, target: DeviceTarget, seed: int, number: int) -> Case:
@@ -100,6 +180,7 @@ def _session(case: Case, rng: Random, tally: Tally) -> None:
         checks.graph.launch_depends_on_the_capacities_only(case)
         checks.graph.replays_later_plans(case)
         checks.graph.a_refused_replan_leaves_the_replay_unchanged(case)
+        _graph_mistakes(case, rng, tally)
         tally.right += len(case.graph)
         return
     if case.problem.op in SINGLES:
@@ -110,6 +191,39 @@ def _session(case: Case, rng: Random, tally: Tally) -> None:
         return
     with only(case.backend, case.path):
         _wrapper_session(case, rng, tally)
+
+
+def _graph_mistakes(case: Case, rng: Random, tally: Tally) -> None:
+    worlds = checks.graph.worlds_of(case)
+    stage = checks.graph.Stage(case, worlds)
+    with only(case.backend, case.path):
+        right = plan_arguments(case, worlds[0], stage.wrapper)
+        stage.wrapper.plan(**right)
+        stage.load(worlds[0])
+        stage.capture()
+        stage.replay()
+        image, out = stage.image_bytes(), stage.io.out.clone()
+        for kinds in (misuse.GRAPH, misuse.GRAPH, misuse.PLAN, misuse.PLAN):
+            found = _mistake(kinds, case, right, rng)
+            if found is None:
+                continue
+            name, change = found
+            refused(f"plan with {name}", lambda change=change: stage.wrapper.plan(**{**right, **change}))
+            expect(stage.image_bytes() == image, f"{name}: a refused plan changed what a graph reads")
+            stage.replay()
+            expect(same_bits(stage.io.out, out), f"{name}: a refused plan changed what a graph computes")
+            tally.wrong += 1
+            tally.mistakes[name] += 1
+
+
+def _mistake(
+    kinds: Mapping[str, misuse.Misuse], case: Case, right: dict[str, Any], rng: Random
+) -> tuple[str, dict[str, Any]] | None:
+    """Return one of the mistakes that can be made with a call."""
+    names = list(kinds)
+    rng.shuffle(names)
+    made = ((name, kinds[name](case, right)) for name in names)
+    return next(((name, change) for name, change in made if change is not None), None)
 
 
 def _wrapper_session(case: Case, rng: Random, tally: Tally) -> None:
@@ -153,14 +267,10 @@ def _one_mistake(
 ) -> None:
     plan = rng.random() < 0.6
     kinds, arguments = (misuse.PLAN, right) if plan else (misuse.RUN, run)
-    names = list(kinds)
-    rng.shuffle(names)
-    for name in names:
-        change = kinds[name](case, arguments)
-        if change is not None:
-            break
-    else:
+    found = _mistake(kinds, case, arguments, rng)
+    if found is None:
         return
+    name, change = found
     state = wrapper._state
     call = wrapper.plan if plan else wrapper.run
     refused(f"{'plan' if plan else 'run'} with {name}", lambda: call(**{**arguments, **change}))

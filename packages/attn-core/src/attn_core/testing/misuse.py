@@ -290,6 +290,48 @@ def _planned_window(case: Case, right: Arguments) -> Arguments | None:
     return {"window_left": case.problem.window_left + 1} if case.problem.op.paged else None
 
 
+def _fewer_requests(case: Case, right: Arguments) -> Arguments | None:
+    found = {name: right[name][:-1] for name in (*_POINTERS, *_LAST) if name in right}
+    return found if len(case.lengths.kv_len) > 1 else None
+
+
+def _more_pages(case: Case, right: Arguments) -> Arguments | None:
+    """A last request that alone fills every page of the buffer."""
+    size, name = case.problem.page_size, next((n for n in _PAGES if n in right), None)
+    if size is None or name is None:
+        return None
+    pointer = "indptr" if "indptr" in right else "paged_kv_indptr"
+    indptr = right[pointer].clone()
+    indptr[-1] += 4096
+    pages = torch.zeros(int(indptr[-1]), dtype=torch.int32)
+    return {name: pages, pointer: indptr}
+
+
+def _more_rows(case: Case, right: Arguments) -> Arguments | None:
+    if "qo_indptr" not in right:
+        return {"q_len_per_req": right["q_len_per_req"] + 1}
+    indptr = right["qo_indptr"].clone()
+    indptr[-1] += 4096
+    return {"qo_indptr": indptr} if case.mask not in ("custom", "packed") else None
+
+
+def _frozen(name: str, change: Callable[[Case], object]) -> Misuse:
+    return lambda case, right: {name: change(case)}
+
+
+GRAPH: dict[str, Misuse] = {
+    "graph:requests": _fewer_requests,
+    "graph:pages": _more_pages,
+    "graph:rows": _more_rows,
+    "graph:heads": _frozen("num_qo_heads", lambda case: case.problem.num_qo_heads * 2),
+    "graph:window": _frozen("window_left", lambda case: case.problem.window_left + 5),
+    "graph:cap": _frozen("logits_soft_cap", lambda case: case.problem.logits_soft_cap + 3.0),
+    "graph:scale": _frozen("sm_scale", lambda case: case.problem.sm_scale * 2),
+    "graph:lse": _frozen("needs_lse", lambda case: not case.problem.needs_lse),
+    "graph:split": _frozen("disable_split_kv", lambda case: not case.problem.disable_split_kv),
+}
+"""Plans that are right for an eager wrapper and not for one whose graph was captured."""
+
 RUN: dict[str, Misuse] = {
     "q:dtype": _tensor("q", _other_float),
     "q:float64": _tensor("q", lambda t: None if t.dtype is torch.float64 else t.double()),

@@ -28,7 +28,7 @@ Replay = Callable[[], None]
 
 def launch_depends_on_the_capacities_only(case: Case) -> None:
     """Plans of unlike batches under equal limits give equal launches and arrays of equal size."""
-    worlds = _worlds(case)
+    worlds = worlds_of(case)
     limits = _limits(case, worlds)
     plans = [plan_direct(case, world, limits).result for world in worlds]
     sizes = [{name: t.numel() for name, t in result.image.items()} for result in plans]
@@ -40,8 +40,8 @@ def launch_depends_on_the_capacities_only(case: Case) -> None:
 
 def replays_later_plans(case: Case) -> None:
     """One capture serves every later plan: same launch, same addresses, the new batch's answer."""
-    worlds = _worlds(case)
-    stage = _Stage(case, worlds)
+    worlds = worlds_of(case)
+    stage = Stage(case, worlds)
     with only(case.backend, case.path):
         for n, world in enumerate(worlds):
             stage.load(world)
@@ -57,8 +57,8 @@ def replays_later_plans(case: Case) -> None:
 
 def a_refused_replan_leaves_the_replay_unchanged(case: Case) -> None:
     """A plan of another batch size raises and changes no byte that a replay reads."""
-    worlds = _worlds(case)
-    stage = _Stage(case, worlds)
+    worlds = worlds_of(case)
+    stage = Stage(case, worlds)
     with only(case.backend, case.path):
         stage.load(worlds[0])
         plan(case, worlds[0], stage.wrapper)
@@ -78,7 +78,7 @@ def a_refused_replan_leaves_the_replay_unchanged(case: Case) -> None:
         expect(same_bits(stage.io.out, out), "a refused plan changed what a replay computes")
 
 
-class _Stage:
+class Stage:
     """The fixed memory of one captured wrapper, and the capture itself."""
 
     def __init__(self, case: Case, worlds: list[World]) -> None:
@@ -96,6 +96,7 @@ class _Stage:
 
     @property
     def state(self) -> PlanState:
+        """The plan in force."""
         state = self.wrapper._state
         assert state is not None
         return state
@@ -138,9 +139,11 @@ class _Stage:
         return {name: self.state.image[name].data_ptr() for name in self.state.image}
 
     def image_bytes(self) -> dict[str, list[int]]:
+        """Return every byte that a replay reads of the plan's arrays."""
         return {name: as_bytes(self.state.image[name]).tolist() for name in self.state.image}
 
     def check_same_memory(self) -> None:
+        """Hold a replan to the launch and the addresses of the capture."""
         expect(self.state.launch == self.launch, "a replan changed the launch")
         expect(self._places() == self.places, "a replan moved index arrays")
 
@@ -150,7 +153,8 @@ def _no_grad(call: Replay) -> None:
         call()
 
 
-def _worlds(case: Case) -> list[World]:
+def worlds_of(case: Case) -> list[World]:
+    """Return the batches of a captured case over pools of one size."""
     pool = max(world_of(case, lengths).table.pool for lengths in case.graph) + SPARE_PAGES
     return [world_of(case, lengths, pool=pool) for lengths in case.graph]
 
