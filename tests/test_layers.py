@@ -38,6 +38,7 @@ FOREIGN = re.compile(
 # Generic prefixes ("gfx...", "sm_...") are not names; these are, and each has its reason.
 FOREIGN_ALLOWED = {
     "cli/app.py": {"aiter", "gfx942", "gfx950", "sm_90"},  # --aiter, a shorthand; examples in --help
+    "compat.py": {"fa2"},  # what upstream's determine_attention_backend() may say
     "cli/installed.py": {"aiter"},  # what the shorthand stands for
     "testing/checks/declared.py": {"gfx942", "gfx950", "gfx1201", "sm_90"},  # devices that are not here
 }
@@ -72,7 +73,9 @@ def imported(text: str) -> Iterator[str]:
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if called in ("import_module", "__import__", "find_spec") and isinstance(node.args[0].value, str):
-                yield node.args[0].value.split(".")[0]
+                name = node.args[0].value
+                if not name.startswith("."):  # one of its own
+                    yield name.split(".")[0]
 
 
 def words(text: str) -> Iterator[str]:
