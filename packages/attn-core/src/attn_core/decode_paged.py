@@ -319,9 +319,11 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         Such a replacement plans the same batch again and holds for this call; an argument left at its
         default is what plan() was given. See :meth:`run`.
         """
-        with self._for_one_call(**forward_changes(
+        changes = forward_changes(
             pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
-        )):  # fmt: skip
+        )
+        q_scale = self._scaled_q(changes, q_scale)
+        with self._for_one_call(**changes):
             out = self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
         assert isinstance(out, torch.Tensor)
         return out
@@ -341,9 +343,11 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         rope_theta: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As :meth:`forward`, returning ``(out, lse)``."""
-        with self._for_one_call(**forward_changes(
+        changes = forward_changes(
             pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
-        )):  # fmt: skip
+        )
+        q_scale = self._scaled_q(changes, q_scale)
+        with self._for_one_call(**changes):
             both = self.run(
                 q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=True
             )

@@ -331,10 +331,12 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         Such a replacement plans the same batch again and holds for this call; an argument left at its
         default is what plan() was given. See :meth:`run`.
         """
-        with self._forward_causal(causal, forward_changes(
+        changes = forward_changes(
             pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
-        )):  # fmt: skip
-            out = self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
+        )
+        q_scale = self._scaled_q(changes)
+        with self._forward_causal(causal, changes):
+            out = self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
         assert isinstance(out, torch.Tensor)
         return out
 
@@ -354,10 +356,14 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         rope_theta: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As :meth:`forward`, returning ``(out, lse)``."""
-        with self._forward_causal(causal, forward_changes(
+        changes = forward_changes(
             pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
-        )):  # fmt: skip
-            both = self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=True)
+        )
+        q_scale = self._scaled_q(changes)
+        with self._forward_causal(causal, changes):
+            both = self.run(
+                q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=True
+            )
         assert isinstance(both, tuple)
         return both
 

@@ -228,10 +228,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         rope_theta: float | None = None,
     ) -> torch.Tensor:
         """Upstream's deprecated run(); replaces planned values as the paged wrapper's ``forward`` does."""
-        with self._forward_causal(causal, forward_changes(
+        changes = forward_changes(
             pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
-        )):  # fmt: skip
-            out = self.run(q, k, v)
+        )
+        q_scale = self._scaled_q(changes)
+        with self._forward_causal(causal, changes):
+            out = self.run(q, k, v, q_scale=q_scale)
         assert isinstance(out, torch.Tensor)
         return out
 
@@ -250,10 +252,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         rope_theta: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As :meth:`forward`, returning ``(out, lse)``."""
-        with self._forward_causal(causal, forward_changes(
+        changes = forward_changes(
             pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
-        )):  # fmt: skip
-            both = self.run(q, k, v, return_lse=True)
+        )
+        q_scale = self._scaled_q(changes)
+        with self._forward_causal(causal, changes):
+            both = self.run(q, k, v, q_scale=q_scale, return_lse=True)
         assert isinstance(both, tuple)
         return both
 

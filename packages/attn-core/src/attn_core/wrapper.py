@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,14 +12,15 @@ from torch.compiler import is_dynamo_compiling
 from . import capture, state, tracing
 from .arguments import check_workspace
 from .backend import RunIO
+from .engine_view import EngineView
 from .errors import needs
-from .planner import Planner, check_bytes
+from .planner import check_bytes
 from .problem import MaskMode
 from .route import AUTO, RouteDecision
 from .state import PlanState
 
 
-class AttentionWrapper(Planner):
+class AttentionWrapper(EngineView):
     """Base of the public wrappers."""
 
     @property
@@ -56,12 +58,6 @@ class AttentionWrapper(Planner):
     @property
     def _backend(self) -> str:
         return self.backend
-
-    @property
-    def _qo_indptr_buf(self) -> torch.Tensor | None:
-        if self._graph is not None:
-            return self._graph.bound["qo_indptr"]
-        return None if self._state is None else self._state.image["qo_indptr"]
 
     @property
     def _plan_info(self) -> PlanState | None:
@@ -180,6 +176,21 @@ class AttentionWrapper(Planner):
         if lse is None:
             return torch.empty(shape, dtype=torch.float32, device=s.device)
         return state.check_output("lse", lse, shape, torch.float32, s.device)
+
+    def _scaled_q(self, changes: dict[str, Any], q_scale: state.Scale | None = None) -> state.Scale | None:
+        """Take ``sm_scale`` out of what a deprecated ``forward`` changes, into the scale of q.
+
+        There it costs no plan, so that engines that name it in every layer's call can be captured.
+        """
+        planned = self._planned()
+        wanted: float | None = changes.get("sm_scale")
+        was = planned.query.problem.sm_scale
+        if wanted is None or not was or not planned.decision.path.contract.scales:
+            return q_scale
+        del changes["sm_scale"]
+        if math.isclose(wanted, was, rel_tol=1e-12):  # head_dim**-0.5 is not always 1 / sqrt(head_dim)
+            return q_scale
+        return wanted / was * (1.0 if q_scale is None else q_scale)
 
     def _forward_causal(self, causal: bool, changes: dict[str, Any]) -> AbstractContextManager[None]:
         """Hold the arguments of a deprecated prefill ``forward`` for one call; a custom mask stays."""
