@@ -92,7 +92,7 @@ def test_a_plan_during_capture_is_refused_before_an_index_is_fetched(kind, strea
 
     for name in ("to_host", "_check_index"):
         monkeypatch.setattr(batch_module, name, fetched)
-    monkeypatch.setattr("attn_core.mla.to_host", fetched)
+    monkeypatch.setattr("attn_core.kv_lengths.to_host", fetched)
     stream(True)
     with pytest.raises(RuntimeError, match=r"plan: needs a call outside.*core\.plan-in-capture"):
         plan(wrapper)
