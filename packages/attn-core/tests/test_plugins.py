@@ -391,3 +391,20 @@ def test_a_look_at_other_plugins_leaves_the_tracer_alone(monkeypatch):
     monkeypatch.setattr(tracing, "_tracer", mine)
     discover(gives("x", FakeBackend("a")))
     assert tracing.state() is mine
+
+
+def _breaks():
+    raise ZeroDivisionError("in its hook")
+
+
+@pytest.mark.parametrize(
+    ("tracer", "why"),
+    [(lambda: "its switch is off", "its switch is off"), (_breaks, "ZeroDivisionError: in its hook")],
+)
+def test_why_there_is_no_tracer_is_told(tracer, why, monkeypatch):
+    monkeypatch.setattr(tracing, "_tracer", object())
+    monkeypatch.setattr(tracing, "_absent", "nobody said")
+    discover(gives("x", FakeBackend("a"), attn_tracer=tracer))
+    assert tracing.state() == why
+    with pytest.raises(RuntimeError, match=why):
+        tracing.tracer()

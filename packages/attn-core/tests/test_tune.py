@@ -270,3 +270,9 @@ def test_auto_is_measured_among_the_candidates():
     )
     assert [(one.chosen, one.fastest, round(one.regret, 6)) for one in some] == [("a/p", "b/p", 2.0)] * 2
     assert failures == []
+
+
+def test_a_crossing_is_the_first_length_at_which_the_other_is_ahead():
+    """Between 4 and 10 the ratio of times is 1 at 6.3: at 6 the first candidate is still faster."""
+    assert fit.crossing(Cell(4, (1.0, 2.0)), Cell(10, (2.0, 1.0))) == 7
+    assert fit.crossing(Cell(4, (1.0, 2.0)), Cell(16, (2.0, 1.0))) == 8
