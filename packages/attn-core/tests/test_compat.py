@@ -26,6 +26,7 @@ from flashinfer.decode import fast_decode_plan, trtllm_batch_decode_with_kv_cach
 from flashinfer.decode import _get_range_buf, get_seq_lens
 from flashinfer.jit import JitSpec, build_jit_specs
 from flashinfer.jit.attention.modules import gen_pod_module
+from flashinfer.jit.core import check_cuda_arch
 from flashinfer.page import append_paged_kv_cache
 from flashinfer.rope import apply_rope
 from flashinfer.sparse import BlockSparseAttentionWrapper
@@ -38,6 +39,7 @@ assert BatchDecodeWithPagedKVCacheWrapper is attn_core.BatchDecodeWithPagedKVCac
 assert flashinfer.decode.fast_decode_plan is fast_decode_plan is attn_core.fast_decode_plan
 assert flashinfer.cascade.merge_state is merge_state is flashinfer.merge_state
 assert flashinfer.sparse.BlockSparseAttentionWrapper is attn_core.BlockSparseAttentionWrapper
+assert check_cuda_arch() is None
 assert get_seq_lens is attn_core.get_seq_lens
 assert _get_range_buf(3, "cpu").tolist() == [0, 1, 2]
 assert build_jit_specs([gen_pod_module(1, x=2)]) is None and isinstance(gen_pod_module(), JitSpec)

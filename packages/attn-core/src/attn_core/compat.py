@@ -221,5 +221,5 @@ _UTILS: dict[str, Any] = {
 }  # fmt: skip
 _JIT: dict[str, Any] = {
     "JitSpec": JitSpec, "MissingJITCacheError": MissingJITCacheError,
-    "build_jit_specs": lambda *args, **kwargs: None,
+    "build_jit_specs": lambda *args, **kwargs: None, "check_cuda_arch": lambda: None,
 }  # fmt: skip
