@@ -174,25 +174,27 @@ ATTN_DEVICE void multiply(FragC& c, const Frag<8>& a, const Frag<8>& b) {
 #endif
 }
 
-// Keys in shared memory, row by row. Lines of a row are shuffled, so that reading a column of lines meets every bank.
+// Keys in shared memory, row by row. Lines of a row are shuffled so that accesses meet every bank: a 128-bit read takes
+// four rows of one line and four of the next at a time (eight and eight on gfx950, of 64 banks), a write eight lines of
+// a row, or every other of sixteen.
 template <int D>
 struct RowPanel {
-  ATTN_MEMBER static int at(int row, int line) { return (row * (D / 8) + (line ^ (row & 7))) * 16; }
+  ATTN_MEMBER static int at(int row, int line) {
+    const int mix = D == 64 ? row & 7 : (row & 7) * 2 ^ (line >> 3 & 1);
+    return (row * (D / 8) + (line ^ mix)) * 16;
+  }
 };
 
-// Values in shared memory, dim by dim, four keys side by side: what a product of weights and values reads at once.
-// Both the dims and the fours of a dim are shuffled, so that writing a line of a key and reading sixteen dims of four
-// keys meet every bank.
+// Values in shared memory, four keys of a dim side by side: what a product of weights and values reads at once. Sixteen
+// dims of four keys are a row of 128 bytes. A read takes such a row (two of them on gfx950); a write eight, sixteen or
+// thirty-two dims apart. The shuffle of a row's places lets both meet every bank.
 template <int D, int Keys>
 struct ColumnPanel {
-  static constexpr int kFours = Keys / 4;
-  // Dim n * 8 + d. The formula keeps what differs between the dims of a lane in constants as far as it can.
+  // Dim n * 8 + d.
   ATTN_MEMBER static int at(int key, int n, int d) {
-    const int place = n * 8 + (d ^ (n & 3));
-    const int mix = kFours == 4   ? (n & 1) * 2
-                    : kFours == 8 ? ((n & 1) * 4 + (d >> 1)) ^ n >> 1
-                                  : ((n & 1) * 8 + d) ^ n >> 1;
-    return (place * kFours + ((key >> 2) ^ (mix & (kFours - 1)))) * 8 + (key & 3) * 2;
+    const int sixteen = n >> 1, four = key >> 2;
+    const int place = ((n & 1) * 8 + d) ^ (sixteen & 15) ^ (four & 1) * 12;
+    return ((sixteen * (Keys / 4) + four) * 16 + place) * 8 + (key & 3) * 2;
   }
 };
 
