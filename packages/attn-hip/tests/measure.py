@@ -10,7 +10,7 @@ from attn_hip import budget, codeobject, device_build, variants
 from attn_hip.budget import FILE, LOOP_COUNTS, waves_per_simd
 from attn_hip.variants import Variant
 
-from .attention import BF16, FN, Case, attend, inputs
+from .attention import BF16, FN, FNUZ, Case, attend, inputs
 from .device import Device
 from .isa import BYTES_PER_CLOCK, Counts
 
@@ -55,11 +55,13 @@ LOOPS = (
     _decode("decode 128, group 4", 4, 128),
     _decode("decode 128, group 8", 8, 128),
     _decode("decode 128, group 16", 16, 128),
-    _decode("decode 128 fp8, group 8", 8, 128, dtypes=(BF16, FN, BF16)),
+    _decode("decode 128 e4m3fn, group 8", 8, 128, dtypes=(BF16, FN, BF16)),
+    _decode("decode 128 e4m3fnuz, group 8", 8, 128, dtypes=(BF16, FNUZ, BF16)),
     _decode("decode 256, group 8", 8, 256),
     _prefill("prefill 64", 64),
     _prefill("prefill 128", 128),
-    _prefill("prefill 128 fp8", 128, dtypes=(BF16, FN, BF16)),
+    _prefill("prefill 128 e4m3fn", 128, dtypes=(BF16, FN, BF16)),
+    _prefill("prefill 128 e4m3fnuz", 128, dtypes=(BF16, FNUZ, BF16)),
     _prefill("prefill 256", 256),
 )
 

@@ -130,6 +130,21 @@ def test_conversions_of_small_floats() -> None:
         )
         table = torch.arange(192, dtype=torch.uint8).view(kind).float().numpy()
         np.testing.assert_array_equal(back.view(np.float32), np.stack([table, table]))
+    cut = run("v_cvt_pkrtz_f16_f32 v10, v1, v1", [x], threads=192)[0].view(np.float16).reshape(192, 2)
+    with np.errstate(over="ignore"):
+        near = x.astype(np.float16)
+    inward = np.abs(near.astype(np.float32)) > np.abs(x)
+    back = np.where(inward, np.nextafter(near, np.float16(0)), near)
+    np.testing.assert_array_equal(cut, np.stack([back, back], 1))
+    words = np.random.default_rng(3).integers(0, 2**32, 192, U)
+    pairs = run(
+        "v_cvt_scalef32_pk_bf16_fp8 v10, v1, 1.0\nv_cvt_scalef32_pk_f16_fp8 v11, v1, 1.0 op_sel:[1,0,0]",
+        [words], 2, arch="gfx950", threads=192,
+    )  # fmt: skip
+    codes = torch.from_numpy(words.view(np.uint8).reshape(-1, 2, 2)).view(torch.float8_e4m3fn).float()
+    for half, kind in enumerate((torch.bfloat16, torch.float16)):
+        got = torch.from_numpy(pairs[half].view(np.int16).reshape(-1, 2)).view(kind).float()
+        torch.testing.assert_close(got, codes[:, half], rtol=0, atol=0, equal_nan=True)
     half = run("v_cvt_f16_f32_e32 v20, v1\nv_cvt_f32_f16_e32 v10, v20", [x], threads=192)[0].view(np.float32)
     with np.errstate(over="ignore"):
         np.testing.assert_array_equal(half, x.astype(np.float16).astype(np.float32))
@@ -198,6 +213,10 @@ def test_packed_halves_choose_halves_and_signs() -> None:
         np.stack([w[0, :, 1] - w[1, :, 0], w[0, :, 0] + w[1, :, 1]], axis=1),
     )
     np.testing.assert_array_equal(halves("v_pk_mul_f16 v10, v1, 2.0 op_sel_hi:[1,0]"), w[0] * 2)
+    signed = np.ascontiguousarray(w[0]).view(np.int16)
+    np.testing.assert_array_equal(
+        halves("v_pk_ashrrev_i16 v10, 3, v1 op_sel_hi:[0,1]").view(np.int16), signed >> 3
+    )
     np.testing.assert_array_equal(halves("v_pk_mul_f16 v10, v1, 0x40004200"), w[0] * np.float16([3, 2]))
     with pytest.raises(Unknown, match=r"upper half of 2\.0"):
         halves("v_pk_mul_f16 v10, v1, 2.0")

@@ -24,6 +24,13 @@ def bf16_float(bits: Array) -> Array:
     return (np.asarray(bits).astype(_U32) << _U32(16)).view(np.float32)
 
 
+def _cut_half_bits(x: np.ndarray) -> np.ndarray:
+    """Round towards zero to a half."""
+    near = np.asarray(x).astype(np.float16)
+    beyond = np.abs(near.astype(np.float32)) > np.abs(x)  # the next code towards zero is one less
+    return near.view(np.uint16).astype(_U32) - beyond.astype(_U32)
+
+
 def _half_bits(x: Array) -> Array:
     return np.asarray(x).astype(np.float16).view(np.uint16).astype(_U32)
 
@@ -242,6 +249,7 @@ TABLE: dict[str, tuple[str, Callable[..., Array]]] = {
     "mul_hi_i32": ("uii", lambda a, b: _wrap(np.asarray(a).astype(_I64) * b >> _I64(32))),
     "bfm_b32": ("uuu", lambda a, b: ((_U32(1) << _shift(a, 32)) - _U32(1)) << _shift(b, 32)),
     "cvt_pk_bf16_f32": ("uff", lambda a, b: bf16_bits(a) | (bf16_bits(b) << _U32(16))),
+    "cvt_pkrtz_f16_f32": ("uff", lambda a, b: _cut_half_bits(a) | (_cut_half_bits(b) << _U32(16))),
     "cvt_pk_f16_f32": ("uff", lambda a, b: _half_bits(a) | (_half_bits(b) << _U32(16))),
     "pack_b32_f16": (
         "uss",

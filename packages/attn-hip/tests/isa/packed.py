@@ -72,6 +72,8 @@ def _packed(ins: Instruction) -> Step | None:
             needs_register(ins.operands[0], "v").index, False, sources,
             lambda w: bit_op3(np.asarray(a(w)), np.asarray(b(w)), np.asarray(c(w)), table),
         )  # fmt: skip
+    if ins.name == "v_pk_ashrrev_i16":
+        return _packed_shift(ins)
     if ins.name in _HALVES:
         return _packed_halves(ins, _HALVES[ins.name])
     name = {
@@ -114,6 +116,24 @@ def _packed_pair(ins: Instruction, signature: str, function: Callable[..., np.nd
                 w.set_vector_undefined(target + i, undefined[i])
 
     return step
+
+
+def _packed_shift(ins: Instruction) -> Step:
+    """Both halves of a register by one number of bits, written as a constant."""
+    ins.only("op_sel_hi")
+    by, at = ins.operands[1], source(ins.operands[2])
+    if not by.isdecimal() or ins.bits("op_sel_hi", 1, 2) != (0, 1):
+        raise Unknown(ins.text)
+    bits = int(by) & 15
+
+    def low(w: Waves) -> np.ndarray:
+        return np.asarray((at.read(w) << np.uint32(16)).view(np.int32) >> np.int32(16 + bits))
+
+    def made(w: Waves) -> np.ndarray:
+        high = np.asarray(at.read(w)).view(np.int32) >> np.int32(bits)
+        return (low(w).view(np.uint32) & np.uint32(0xFFFF)) | (high.view(np.uint32) & np.uint32(0xFFFF0000))
+
+    return lanewise(needs_register(ins.operands[0], "v").index, False, [at], made)
 
 
 def _packed_halves(ins: Instruction, function: Callable[..., np.ndarray]) -> Step:
@@ -206,7 +226,31 @@ def _fp8(ins: Instruction, arch: str) -> Step:
         return lanewise(target, True, [at], pair)
     if name == "v_cvt_pk_fp8_f32":
         return _to_fp8(ins, target, fnuz)
+    if name in _TO_HALVES and ins.operands[2:] == ("1.0",):  # the scale
+        return _to_halves(ins, target, fnuz, _TO_HALVES[name])
     raise Unknown(ins.text)
+
+
+_TO_HALVES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "v_cvt_scalef32_pk_f16_fp8": lambda x: x.astype(np.float16).view(np.uint16).astype(np.uint32),
+    "v_cvt_scalef32_pk_bf16_fp8": lambda x: x.view(np.uint32) >> np.uint32(16),
+}
+"""gfx950: two codes of one half of a word to two 16-bit values, all of which are exact."""
+
+
+def _to_halves(
+    ins: Instruction, target: int, fnuz: bool, bits: Callable[[np.ndarray], np.ndarray]
+) -> Step:
+    first = 16 * ins.bits("op_sel", 0, 3)[0] if "op_sel" in ins.options else 0
+    at = source(ins.operands[1])
+
+    def made(w: Waves) -> np.ndarray:
+        low, high = (
+            bits(fp8.decode((at.read(w) >> np.uint32(first + s)) & np.uint32(255), fnuz)) for s in (0, 8)
+        )
+        return low | (high << np.uint32(16))
+
+    return lanewise(target, False, [at], made)
 
 
 def _to_fp8(ins: Instruction, target: int, fnuz: bool) -> Step:

@@ -56,6 +56,8 @@ ATTN_DEVICE void wave_barrier() {
 }
 ATTN_DEVICE float exp2_fast(float x) { return __builtin_amdgcn_exp2f(x); }
 ATTN_DEVICE float log2_fast(float x) { return __builtin_amdgcn_logf(x); }
+// The greater of two, in one instruction: a comparison or __builtin_fmaxf would cost two for the sake of NaNs.
+ATTN_DEVICE float greater(float a, float b) { return __builtin_amdgcn_fmed3f(a, b, kInfinity); }
 ATTN_DEVICE float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 ATTN_DEVICE uint32_t high_product(uint32_t a, uint32_t b) { return uint32_t((uint64_t(a) * b) >> 32); }
 template <class T>
@@ -93,6 +95,12 @@ struct F16 {
   }
   ATTN_MEMBER static float widen(uint16_t x) { return float(bits_as<_Float16>(x)); }
   ATTN_MEMBER static uint32_t from_half_pair(uint32_t x) { return x; }
+#if defined(__gfx950__)
+  template <bool Upper>
+  ATTN_MEMBER static uint32_t from_fp8(uint32_t word) {
+    return bits_as<uint32_t>(__builtin_amdgcn_cvt_scalef32_pk_f16_fp8(word, 1.f, Upper));
+  }
+#endif
 };
 struct B16 {
   static constexpr int kDType = kBFloat16;
@@ -117,20 +125,53 @@ struct B16 {
     const Half2 h = bits_as<Half2>(x);
     return exact_pair(float(h.x), float(h.y));
   }
+#if defined(__gfx950__)
+  template <bool Upper>
+  ATTN_MEMBER static uint32_t from_fp8(uint32_t word) {
+    return bits_as<uint32_t>(__builtin_amdgcn_cvt_scalef32_pk_bf16_fp8(word, 1.f, Upper));
+  }
+#endif
 };
 
-// Two fp8 values of a word, from its lower or upper half, as a pair of halves. Exact; NaN stays NaN.
-template <bool Upper>
-ATTN_DEVICE uint32_t fp8_half_pair(uint32_t word, bool fnuz) {
-  const uint32_t wide = __builtin_amdgcn_perm(0, word, Upper ? 0x030c020c : 0x010c000c);
-  const uint32_t code = ((wide & 0x7f007f00) >> 1) | (wide & 0x80008000);  // the value times 2^-8, 2^-7 for fnuz
-  const _Float16 unit = fnuz ? _Float16(128.f) : _Float16(256.f);
-  const Half2 value = bits_as<Half2>(code) * Half2{unit, unit};
-  const uint32_t mask = fnuz ? 0xffff : 0x7fff, is_nan = fnuz ? 0x8000 : 0x7f00;
-  uint32_t pair = bits_as<uint32_t>(value);
-  if ((wide & mask) == is_nan) pair = (pair & 0xffff0000) | 0x7e00;
-  if (((wide >> 16) & mask) == is_nan) pair = (pair & 0xffff) | 0x7e000000;
-  return pair;
+// Two fp8 values of a word, from its lower or upper half, as a pair of E. Exact; NaN stays NaN. In the processor's own
+// encoding.
+template <class E, bool Upper>
+ATTN_DEVICE uint32_t own_fp8_pair(uint32_t word) {
+#if defined(__gfx950__)
+  return E::template from_fp8<Upper>(word);
+#else
+  const Float2 x = bits_as<Float2>(__builtin_amdgcn_cvt_pk_f32_fp8(word, Upper));
+  return E::exact_pair(x.x, x.y);
+#endif
+}
+// The bytes of a word in the other encoding that are NaN, as their upper bits.
+ATTN_DEVICE uint32_t foreign_nans(uint32_t word) {
+  const uint32_t size = word & 0x7f7f7f7f;
+  if constexpr (kNativeFp8 == kFloat8E4M3FN) return word & ~(size + 0x7f7f7f7f) & 0x80808080;  // 0x80
+  else return (size + 0x01010101) & 0x80808080;                                               // 0x7f, 0xff
+}
+// In the other encoding. The bits of a code, moved into a half, are its value times 2^-7 (fnuz) or 2^-8, subnormals
+// included.
+template <class E, bool Upper>
+ATTN_DEVICE uint32_t foreign_fp8_pair(uint32_t word, uint32_t nans) {
+  typedef __attribute__((ext_vector_type(2))) short Short2;
+  constexpr uint32_t bytes = Upper ? 0x030c020c : 0x010c000c;
+  constexpr _Float16 unit = kNativeFp8 == kFloat8E4M3FN ? 128.f : 256.f;
+  const Short2 codes = bits_as<Short2>(__builtin_amdgcn_perm(0, word, bytes)) >> short(1);
+  const Short2 lost = bits_as<Short2>(__builtin_amdgcn_perm(0, nans, bytes)) >> short(6);
+  const uint32_t bits = (bits_as<uint32_t>(codes) & 0xbf80bf80) | bits_as<uint32_t>(lost);
+  return E::from_half_pair(bits_as<uint32_t>(bits_as<Half2>(bits) * Half2{unit, unit}));
+}
+
+// Eight fp8 values (two words) as a line of E.
+template <class E>
+ATTN_DEVICE Line widen_line(uint32_t low, uint32_t high, bool fnuz) {
+  if (fnuz == (kNativeFp8 == kFloat8E4M3FNUZ))
+    return {{own_fp8_pair<E, false>(low), own_fp8_pair<E, true>(low), own_fp8_pair<E, false>(high),
+             own_fp8_pair<E, true>(high)}};
+  const uint32_t lost[2] = {foreign_nans(low), foreign_nans(high)};
+  return {{foreign_fp8_pair<E, false>(low, lost[0]), foreign_fp8_pair<E, true>(low, lost[0]),
+           foreign_fp8_pair<E, false>(high, lost[1]), foreign_fp8_pair<E, true>(high, lost[1])}};
 }
 
 struct FragC { float x[4]; };

@@ -27,6 +27,7 @@ ATTN_DEVICE float exp2_fast(float x) {
   return y;
 }
 ATTN_DEVICE float log2_fast(float x) { return __log2f(x); }
+ATTN_DEVICE float greater(float a, float b) { return a > b ? a : b; }
 ATTN_DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 ATTN_DEVICE uint32_t high_product(uint32_t a, uint32_t b) { return __umulhi(a, b); }
 template <class T>
@@ -84,6 +85,13 @@ ATTN_DEVICE uint32_t fp8_half_pair(uint32_t word, bool fnuz) {
   if ((wide & 0xffff) == 0x8000) pair = (pair & 0xffff0000) | 0x7e00;
   if ((wide >> 16) == 0x8000) pair = (pair & 0xffff) | 0x7e000000;
   return pair;
+}
+
+// Eight fp8 values (two words) as a line of E.
+template <class E>
+ATTN_DEVICE Line widen_line(uint32_t low, uint32_t high, bool fnuz) {
+  return {{E::from_half_pair(fp8_half_pair<false>(low, fnuz)), E::from_half_pair(fp8_half_pair<true>(low, fnuz)),
+           E::from_half_pair(fp8_half_pair<false>(high, fnuz)), E::from_half_pair(fp8_half_pair<true>(high, fnuz))}};
 }
 
 struct FragC { float x[8]; };

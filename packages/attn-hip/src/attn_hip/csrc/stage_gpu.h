@@ -46,13 +46,6 @@ class PageLookup {
   const int32_t* indices_;
 };
 
-// Eight fp8 values (two words) as a line of E.
-template <class E>
-ATTN_DEVICE Line widen_line(uint32_t low, uint32_t high, bool fnuz) {
-  return {{E::from_half_pair(fp8_half_pair<false>(low, fnuz)), E::from_half_pair(fp8_half_pair<true>(low, fnuz)),
-           E::from_half_pair(fp8_half_pair<false>(high, fnuz)), E::from_half_pair(fp8_half_pair<true>(high, fnuz))}};
-}
-
 // The first n elements of `size` bytes, one by one, and zeros behind them. For what does not start on 16 bytes or ends
 // within them.
 ATTN_DEVICE Line load_elements(const char* from, int n, int size) {
@@ -80,8 +73,10 @@ class Stager {
   static constexpr int kStages = !kAsync ? 1 : kAlone ? 3 : 2;
   // Keys go from the cache to where the product wants them, without a panel between.
   static constexpr bool kDirect = kKeysFromGlobal && kAlone && !General;
+  static_assert(!(kDirect && kAhead), "direct keys stay where they were loaded to until the next step");
   static constexpr int kValueBytes = KeyGroups * Frags::kPanelBytes, kKeyBytes = kDirect ? 0 : kValueBytes;
   static constexpr int kStageBytes = kKeyBytes + kValueBytes, kBytes = kStages * kStageBytes;
+  static constexpr bool kWholeSteps = kLoadsAnywhere && !General;
   static constexpr int kElems = Fp8 && !General ? 16 : 8;  // of a line on its way
 
   ATTN_MEMBER Stager(const AttendParams& p, const WorkItem& item, Shared shared, Keys keys)
@@ -127,7 +122,7 @@ class Stager {
     constexpr int n = kElems / 8;
     return (k / n * (kWave / 16) + lane_index() / 16) * n + k % n;
   }
-  ATTN_MEMBER Line key_line(int k) const { return widened(now_[k / (kElems / 8)], k % (kElems / 8)); }
+  ATTN_MEMBER Line key_line(int k) const { return widened(key_[k / (kElems / 8)], k % (kElems / 8)); }
   // Which keys a wave works on, and among the waves of those keys which rows.
   ATTN_MEMBER static int key_group() { return KeyGroups == 1 ? 0 : wave_index() % KeyGroups; }
   ATTN_MEMBER static int row_group() { return kAlone ? 0 : wave_index() / KeyGroups; }
@@ -215,21 +210,27 @@ class Stager {
 
   ATTN_MEMBER void fetch() {
     const Spot spot = next_spot();
+    // Every step but the last is whole, and costs no question about single keys.
+    if (kWholeSteps && next_ + kKeys <= end_) load_step<true>(spot);
+    else load_step<false>(spot);
+    next_ += kKeys;
+  }
+  template <bool Whole>
+  ATTN_MEMBER void load_step(Spot spot) {
     if constexpr (kDirect) {
       ATTN_UNROLL
       for (int k = 0; k < kKeyLines; k++) {
         const int line = k * (kWave / 16) + lane_index() / 16;
-        key_[k] = load(key_at(spot, line), line, params().head_dim_qk, exists(lane_index() % 16));
+        key_[k] = load(key_at(spot, line), line, params().head_dim_qk, Whole || exists(lane_index() % 16));
       }
     }
     ATTN_UNROLL
     for (int i = 0; i < kRows; i++) {
       const Spot at = of_row(spot, i);
-      const bool real = exists(row() + i);
+      const bool real = Whole || exists(row() + i);
       if constexpr (!kDirect) key_[i] = load(key_at(at, line()), line(), params().head_dim_qk, real);
       value_[i] = load(value_at(at, line()), line(), params().head_dim_vo, real);
     }
-    next_ += kKeys;
   }
 
   ATTN_MEMBER Line widened(const Line& x, int half) const {
@@ -250,10 +251,6 @@ class Stager {
       for (int i = 0; i < kRows; i++) rows[i] = widened(value_[i], h);
       Frags::put_values(values(), panel_row(), line() * (kElems / 8) + h, rows);
     }
-    if constexpr (kDirect) {
-      ATTN_UNROLL
-      for (int k = 0; k < kKeyLines; k++) now_[k] = key_[k];
-    }
   }
 
   const AttendParams& p_;
@@ -265,7 +262,6 @@ class Stager {
   int next_, end_;
   int stage_ = kStages - 1;
   Line key_[kDirect ? kKeyLines : kRows], value_[kRows];  // on their way
-  Line now_[kKeyLines];                                   // direct keys of this step
 };
 
 }  // namespace attn

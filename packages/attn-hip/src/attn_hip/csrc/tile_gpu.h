@@ -59,7 +59,7 @@ class GpuTile {
   }
   ATTN_MEMBER static float row(float x) { return x; }
   ATTN_MEMBER static float elem(float x) { return x; }
-  ATTN_MEMBER static float max(float a, float b) { return a > b ? a : b; }
+  ATTN_MEMBER static float max(float a, float b) { return greater(a, b); }
   ATTN_MEMBER static float max_across(float x) { return row_max(x); }
   ATTN_MEMBER static float sum_across(float x) { return row_sum(x); }
   ATTN_MEMBER static float exp2(float x) { return exp2_fast(x); }
