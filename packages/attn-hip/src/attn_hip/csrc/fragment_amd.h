@@ -227,14 +227,15 @@ struct RowPanel {
 };
 
 // Values in shared memory, four keys of a dim side by side: what a product of weights and values reads at once. Sixteen
-// dims of four keys are a row of 128 bytes. A read takes such a row (two of them on gfx950); a write eight, sixteen or
-// thirty-two dims apart. The shuffle of a row's places lets both meet every bank.
+// dims of four keys are a row of 128 bytes. A read takes such a row (two of them on gfx950); a write dims that are eight
+// or sixteen apart. The shuffle of a row's places lets both meet every bank (but for writes of fp8 values of 256 dims,
+// which meet half of them: a fourth bit of `sixteen` would take eight more registers of addresses).
 template <int D, int Keys>
 struct ColumnPanel {
   // Dim n * 8 + d.
   ATTN_MEMBER static int at(int key, int n, int d) {
     const int sixteen = n >> 1, four = key >> 2;
-    const int place = ((n & 1) * 8 + d) ^ (sixteen & 15) ^ (four & 1) * 12;
+    const int place = ((n & 1) * 8 + d) ^ (sixteen & 7) ^ (four & 1) * 12;
     return ((sixteen * (Keys / 4) + four) * 16 + place) * 8 + (key & 3) * 2;
   }
 };

@@ -76,6 +76,7 @@ class Stager {
   static_assert(!(kDirect && kAhead), "direct keys stay where they were loaded to until the next step");
   static constexpr int kValueBytes = KeyGroups * Frags::kPanelBytes, kKeyBytes = kDirect ? 0 : kValueBytes;
   static constexpr int kStageBytes = kKeyBytes + kValueBytes, kBytes = kStages * kStageBytes;
+  static constexpr bool kApart = !kAhead && !kAsync && General;  // keys are put before values are loaded
   static constexpr bool kWholeSteps = kLoadsAnywhere && !General;
   static constexpr int kElems = Fp8 && !General ? 16 : 8;  // of a line on its way
 
@@ -211,26 +212,33 @@ class Stager {
   ATTN_MEMBER void fetch() {
     const Spot spot = next_spot();
     // Every step but the last is whole, and costs no question about single keys.
-    if (kWholeSteps && next_ + kKeys <= end_) load_step<true>(spot);
-    else load_step<false>(spot);
+    const bool whole = kWholeSteps && next_ + kKeys <= end_;
+    if (whole) load_keys<true>(spot);
+    else load_keys<false>(spot);
+    if constexpr (kApart) put_keys();
+    if (whole) load_values<true>(spot);
+    else load_values<false>(spot);
     next_ += kKeys;
   }
   template <bool Whole>
-  ATTN_MEMBER void load_step(Spot spot) {
+  ATTN_MEMBER void load_keys(Spot spot) {
     if constexpr (kDirect) {
       ATTN_UNROLL
       for (int k = 0; k < kKeyLines; k++) {
         const int line = k * (kWave / 16) + lane_index() / 16;
         key_[k] = load(key_at(spot, line), line, params().head_dim_qk, Whole || exists(lane_index() % 16));
       }
+    } else {
+      ATTN_UNROLL
+      for (int i = 0; i < kRows; i++)
+        key_[i] = load(key_at(of_row(spot, i), line()), line(), params().head_dim_qk, Whole || exists(row() + i));
     }
+  }
+  template <bool Whole>
+  ATTN_MEMBER void load_values(Spot spot) {
     ATTN_UNROLL
-    for (int i = 0; i < kRows; i++) {
-      const Spot at = of_row(spot, i);
-      const bool real = Whole || exists(row() + i);
-      if constexpr (!kDirect) key_[i] = load(key_at(at, line()), line(), params().head_dim_qk, real);
-      value_[i] = load(value_at(at, line()), line(), params().head_dim_vo, real);
-    }
+    for (int i = 0; i < kRows; i++)
+      value_[i] = load(value_at(of_row(spot, i), line()), line(), params().head_dim_vo, Whole || exists(row() + i));
   }
 
   ATTN_MEMBER Line widened(const Line& x, int half) const {
@@ -239,14 +247,23 @@ class Stager {
   }
 
   ATTN_MEMBER void put() {
+    if constexpr (!kApart) put_keys();
+    put_values();
+  }
+  ATTN_MEMBER void put_keys() {
+    if constexpr (kDirect) return;
     ATTN_UNROLL
     for (int h = 0; h < kElems / 8; h++) {
       Line rows[kRows];
-      if constexpr (!kDirect) {
-        ATTN_UNROLL
-        for (int i = 0; i < kRows; i++) rows[i] = widened(key_[i], h);
-        Frags::put_keys(keys(), panel_row(), line() * (kElems / 8) + h, rows);
-      }
+      ATTN_UNROLL
+      for (int i = 0; i < kRows; i++) rows[i] = widened(key_[i], h);
+      Frags::put_keys(keys(), panel_row(), line() * (kElems / 8) + h, rows);
+    }
+  }
+  ATTN_MEMBER void put_values() {
+    ATTN_UNROLL
+    for (int h = 0; h < kElems / 8; h++) {
+      Line rows[kRows];
       ATTN_UNROLL
       for (int i = 0; i < kRows; i++) rows[i] = widened(value_[i], h);
       Frags::put_values(values(), panel_row(), line() * (kElems / 8) + h, rows);
