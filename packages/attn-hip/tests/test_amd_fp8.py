@@ -13,13 +13,13 @@ from .attention import BF16, FN, FNUZ, FP16, FP32, Case, attend, expected, input
 from .device import TARGETS, Device
 
 CODES = torch.arange(256, dtype=torch.uint8)
-TYPES = pytest.mark.parametrize(("half", "narrow"), [(h, n) for h in (BF16, FP16) for n in (FN, FNUZ)], ids=str)
+TYPES = pytest.mark.parametrize(
+    ("half", "narrow"), [(h, n) for h in (BF16, FP16) for n in (FN, FNUZ)], ids=str
+)
 
 
 def _targets() -> list[Any]:
-    marks = [
-        (pytest.mark.amd, pytest.mark.xdist_group(f"{arch}-{compiler}")) for arch, compiler in TARGETS
-    ]
+    marks = [(pytest.mark.amd, pytest.mark.xdist_group(f"{arch}-{compiler}")) for arch, compiler in TARGETS]
     return [pytest.param(*t, id="-".join(t), marks=m) for t, m in zip(TARGETS, marks, strict=True)]
 
 

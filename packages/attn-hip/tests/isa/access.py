@@ -340,6 +340,8 @@ def _transposed(ins: Instruction, machine: Machine) -> Step:
     """ds_read_b64_tr_b16 (gfx950).
 
     Sixteen lanes read a matrix of 4 rows by 16 halves: lanes 4j to 4j + 3 hold row j. Lane i gets column i.
+    So do ROCm/rocm-systems pull request 10175 (halfword n of lane l comes from lane l // 4 % 4 + 4 * n of its
+    sixteen, halfword l % 4) and triton-lang/triton pull request 8525.
     """
     ins.only("offset")
     target, address = needs_register(ins.operands[0], "v"), needs_register(ins.operands[1], "v")

@@ -238,9 +238,7 @@ _TO_HALVES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 """gfx950: two codes of one half of a word to two 16-bit values, all of which are exact."""
 
 
-def _to_halves(
-    ins: Instruction, target: int, fnuz: bool, bits: Callable[[np.ndarray], np.ndarray]
-) -> Step:
+def _to_halves(ins: Instruction, target: int, fnuz: bool, bits: Callable[[np.ndarray], np.ndarray]) -> Step:
     first = 16 * ins.bits("op_sel", 0, 3)[0] if "op_sel" in ins.options else 0
     at = source(ins.operands[1])
 
