@@ -77,7 +77,7 @@ class Stager {
   static constexpr int kValueBytes = KeyGroups * Frags::kPanelBytes, kKeyBytes = kDirect ? 0 : kValueBytes;
   static constexpr int kStageBytes = kKeyBytes + kValueBytes, kBytes = kStages * kStageBytes;
   static constexpr bool kApart = !kAhead && !kAsync && General;  // keys are put before values are loaded
-  static constexpr bool kWholeSteps = kLoadsAnywhere && !General;
+  static constexpr bool kWholeSteps = kLoadsAnywhere && !General && D < 256;  // else registers lack
   static constexpr int kElems = Fp8 && !General ? 16 : 8;  // of a line on its way
 
   ATTN_MEMBER Stager(const AttendParams& p, const WorkItem& item, Shared shared, Keys keys)
