@@ -94,7 +94,7 @@ def _groups(name: str, size: int, arch: str) -> list[np.ndarray]:
     """Return the lanes that share a clock.
 
     A clock serves 128 bytes. Lanes go in order, except that a 128-bit read pairs quads crosswise, as the
-    vendor describes it (CK-Tile documentation, "LDS bank conflicts"; a 128-bit write takes eight lanes in order);
+    vendor describes it (CK-Tile documentation, "LDS bank conflicts"); a 128-bit write takes eight in order;
     gfx950 reads 256 bytes in a clock over 64 banks, which we take to be two of those groups.
     """
     lanes = np.arange(64)
