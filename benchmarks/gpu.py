@@ -140,7 +140,7 @@ def replayed(run: Call, out: torch.Tensor) -> Call:
     with torch.cuda.graph(graph):
         run()
 
-    def replay() -> torch.Tensor:
+    def replay(plan: Call = run) -> torch.Tensor:  # a replay reads what the plan owns
         graph.replay()
         return out
 
@@ -211,15 +211,16 @@ def peers() -> dict[str, Callable[[Batch], Call]]:
 
 @dataclass
 class Row:
-    """One library's time of one cell."""
+    """One library's time of one cell; ``note`` says why there is none."""
 
     cell: str
     kind: str
     peer: str
-    us: float
-    gbps: float
-    tflops: float
-    error: float
+    us: float = math.nan
+    gbps: float = math.nan
+    tflops: float = math.nan
+    error: float = math.nan
+    note: str = ""
 
 
 def _event() -> Any:
@@ -246,21 +247,24 @@ def medians(world: World, calls: dict[str, Call], rounds: int) -> dict[str, floa
 def measure(world: World, cell: Cell, found: dict[str, Callable[[Batch], Call]], rounds: int) -> list[Row]:
     """Run every library on one cell."""
     batch = world.batch(cell)
-    calls, errors = {}, {}
+    calls: dict[str, Call] = {}
+    errors: dict[str, float] = {}
+    lost: list[Row] = []
     for name, plan in found.items():
         try:
             call = plan(batch)
             errors[name] = batch.error(call())
+            torch.cuda.synchronize()
         except NotImplementedError:
             continue
         except Exception as err:
-            print(f"{cell.label}: {name}: {type(err).__name__}: {str(err)[:200]}", file=sys.stderr)
+            lost.append(Row(cell.label, cell.kind, name, note=f"{type(err).__name__}: {str(err)[:200]}"))
             continue
         if errors[name] < TOLERANCE:
             calls[name] = call
         else:
-            print(f"{cell.label}: {name} is wrong by {errors[name]:.1e}", file=sys.stderr)
-    return [
+            lost.append(Row(cell.label, cell.kind, name, error=errors[name], note="wrong"))
+    return lost + [
         Row(cell.label, cell.kind, name, us, cell.read_bytes / us / 1e3, cell.flops / us / 1e6, errors[name])
         for name, us in medians(world, calls, rounds).items()
     ]
@@ -285,7 +289,8 @@ def show(rows: list[Row], console: Console) -> None:
         ours, theirs = at.get("fa2"), at.get("flashinfer")
         ratio = f"{theirs.us / ours.us:.2f}" if ours and theirs else ""
         rate = (f"{ours.gbps:.0f}", f"{ours.tflops:.0f}") if ours else ("", "")
-        table.add_row(label, *(f"{at[n].us:.1f}" if n in at else "" for n in names), *rate, ratio)
+        said = (at[n].note[:40] or f"{at[n].us:.1f}" if n in at else "" for n in names)
+        table.add_row(label, *said, *rate, ratio)
     console.print(table)
 
 
@@ -293,6 +298,7 @@ def plot(rows: list[Row], path: Path) -> None:
     """Draw the speed of each cell over FlashInfer's."""
     import matplotlib.pyplot as plt
 
+    rows = [r for r in rows if not r.note]
     labels = [r.cell for r in rows if r.peer == "flashinfer"]
     base = {r.cell: r.us for r in rows if r.peer == "flashinfer"}
     figure, axes = plt.subplots(figsize=(9, 0.22 * len(labels) + 1.5))
@@ -333,7 +339,10 @@ def main(
     for cell in cells(quick):
         if kind and cell.kind not in kind:
             continue
-        rows += measure(world, cell, found, rounds)
+        try:
+            rows += measure(world, cell, found, rounds)
+        except Exception as err:
+            rows.append(Row(cell.label, cell.kind, "all", note=f"{type(err).__name__}: {str(err)[:200]}"))
         if table is not None:
             save(table, rows)
     show(rows, console)

@@ -61,6 +61,7 @@ def cells(quick: bool) -> Iterator[Cell]:
     for heads in (32, 64):
         for q in (1, 2, 4, 8, 16):
             yield Cell("verify", heads, 16, (8192,) * 16, q, f"verify 16 x 8192, q {q}, {heads}/8")
+            yield Cell("graph", heads, 16, (8192,) * 16, q, f"replayed verify 16 x 8192, q {q}, {heads}/8")
     grid = [
         (16, 16, 2048),
         (16, 64, 2048),

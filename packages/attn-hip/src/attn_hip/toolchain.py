@@ -26,6 +26,8 @@ AMD_FLAGS = (
     "-x", "hip", "--cuda-device-only", "--no-gpu-bundle-output", "-nogpulib", "-nogpuinc", "-std=c++17",
     "-O3", "-mcode-object-version=5",
 )  # fmt: skip
+NVIDIA_FEATURES = "a"
+"""Code of an NVIDIA arch may use what no later arch keeps: products of four warps at once."""
 NVIDIA_FLAGS = ("-x", "cu", "-std=c++17", "-O3", "-cubin", "--resource-usage")
 ZIG = "ziglang"
 _CLANGS = tuple(f"clang-{version}" for version in range(26, 18, -1))
@@ -57,7 +59,7 @@ class DeviceCompiler:
         """Return the command up to the defines; ``-o OUT IN`` completes it."""
         if is_amd(arch):
             return (*self.command, f"--offload-arch={arch}", *AMD_FLAGS)
-        return (*self.command, f"-arch={arch}", *NVIDIA_FLAGS)
+        return (*self.command, f"-arch={arch}{NVIDIA_FEATURES}", *NVIDIA_FLAGS)
 
     def environment(self, work: Path) -> dict[str, str]:
         """Return the environment of a compilation in ``work``, where a helper may be put.

@@ -109,7 +109,7 @@ def tiles(arch: str, problem: AttentionProblem) -> tuple[int, ...]:
 
 
 def _tiles(arch: str, head_dim: int, plain: bool) -> tuple[int, ...]:
-    return (16, 32, 64, 128) if plain and _wide(arch, head_dim) else (16, 64)
+    return (16, 64, 128) if plain and _wide(arch, head_dim) else (16, 64)
 
 
 def _wide(arch: str, head_dim: int) -> bool:
@@ -159,13 +159,8 @@ def _attend(arch: str, shape: _Shape) -> Variant:
 
 
 def _dynamic_shared(shape: _Shape) -> int:
-    """Return what kernels_gpu.cpp asserts of NVIDIA: rings of steps, q where it stays, partials to join."""
+    """Return what kernels_gpu.cpp asserts of NVIDIA: a ring of steps, and q."""
     row = 2 * shape.head_dim
-    wide = shape.plain and shape.head_dim <= 128 and shape.tile_q > 16
-    blocks = 2 if wide else 1
-    alone = shape.tile_q == 16 * blocks
-    steps = 1 if not shape.plain else 3 if alone else 2
-    stays = wide or shape.head_dim > 128
-    keys = steps * 2 * _KEYS * row
-    query = shape.tile_q * row if stays else 0
-    return keys + query
+    short = shape.tile_q == 128 or (shape.tile_q == 64 and shape.head_dim > 128)
+    steps = 1 if not shape.plain else 2 if short else 3
+    return steps * 2 * _KEYS * row + shape.tile_q * row

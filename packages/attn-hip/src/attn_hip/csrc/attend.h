@@ -19,9 +19,10 @@ ATTN_DEVICE void attend(const AttendParams& p, const WorkItem& item, T& tile) {
     tile.seek(kv, n, keys.end);
     for (int h = 0; h < tile.heads(); h++) {
       tile.stage(h);
+      ATTN_UNROLL_LANE
       for (int u = 0; u < tile.units(); u++) {
         typename T::Unit& unit = tile.unit(h, u);
-        if (!sees_any(unit.facts, kv, n)) continue;
+        if (!T::kNeverIdle && !sees_any(unit.facts, kv, n)) continue;
         typename T::Scores s = tile.scores(unit, kv);  // q k^T
         finish_logits<T>(T::late(p), rows, unit.facts, s, kv, scale);
         typename T::Row fade[T::kRows];

@@ -12,6 +12,8 @@ struct alignas(16) Line {  // 16 bytes, eight elements
   uint32_t x[4];
 };
 using Shared = char*;
+template <class T>
+using SharedOf = T*;
 
 // Parameters lie in memory that every instruction reads at no cost.
 ATTN_DEVICE const AttendParams& argument_again(const AttendParams& p) { return p; }
@@ -120,12 +122,14 @@ ATTN_DEVICE void multiply(FragC& c, const FragA& a, const FragB& b) {
   }
 }
 
-// A panel of rows of D elements in shared memory. Lines of a row are shuffled, so that reading a column of lines
-// meets every bank.
+// A panel of rows of D elements in shared memory, in blocks of 8 rows x 8 lines. Lines of a row of a block are shuffled,
+// so that reading a column of lines meets every bank.
 template <int D>
 struct RowPanel {
   static constexpr int bytes(int rows) { return rows * D * 2; }
-  ATTN_MEMBER static int at(int row, int line) { return (row * (D / 8) + (line ^ (row & 7))) * 16; }
+  ATTN_MEMBER static int at(int row, int line) {
+    return (row >> 3) * (D * 16) + (line >> 3) * 1024 + (row & 7) * 128 + ((line ^ row) & 7) * 16;
+  }
 };
 
 ATTN_DEVICE void read_matrices(uint32_t (&x)[4], Shared at) {

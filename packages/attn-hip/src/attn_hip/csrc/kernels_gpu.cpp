@@ -2,14 +2,14 @@
 //
 //   gfx942  clang++ -x hip --offload-arch=gfx942 --cuda-device-only --no-gpu-bundle-output -nogpulib -nogpuinc
 //           -std=c++17 -O3 -mcode-object-version=5
-//   sm_90   nvcc -x cu -std=c++17 -arch=sm_90 -O3 -cubin
+//   sm_90   nvcc -x cu -std=c++17 -arch=sm_90a -O3 -cubin
 //
 // A variant is chosen by definitions (see variants.py):
 //   ATTN_Q        type of query and matrix products: 1 float16, 2 bfloat16
 //   ATTN_KV       plain kernels: 0 cache of the query's type, 1 fp8
 //   ATTN_D        head dim, or what smaller ones are padded to: 64, 128, 256
 //   ATTN_TILE     packed rows: 16 to 128
-//   ATTN_WIDE     1: waves take two blocks of 16 rows where the tile has more than one
+//   ATTN_WIDE     1: waves take two blocks of 16 rows where the tile has more than 64
 //   ATTN_GENERAL  0: causal and window only, head dims of ATTN_D; 1: everything
 //   ATTN_ENTRY    name of the kernel
 #include "tile_gpu.h"
@@ -18,7 +18,7 @@ namespace attn {
 
 constexpr int kWaves = 4;
 // Two row blocks for a wave halve what it reads from shared memory, at the price of registers.
-constexpr int kRowBlocks = ATTN_TILE == 16 || !ATTN_WIDE ? 1 : 2;
+constexpr int kRowBlocks = ATTN_TILE <= 64 || !ATTN_WIDE ? 1 : 2;
 constexpr int kKeyGroups = 16 * kRowBlocks * kWaves / ATTN_TILE;
 #if ATTN_Q == 1
 using Element = F16;

@@ -3,15 +3,21 @@
 // The waves of a block form KeyGroups groups, each with its share of the keys of a step and panels for them. Each wave
 // moves kWaveKeys keys into its group's panels.
 // A line travels one of three ways:
-//   async    the hardware copies it into a ring of kStages panels (NVIDIA, cache of the query's type);
+//   async    the hardware copies it into a ring of Steps panels (NVIDIA, cache of the query's type);
 //   ahead    it waits in registers for the panel to be free: one step is on its way while the last is worked on;
 //   at once  as ahead, but without the wait, where the registers are needed otherwise: for more waves, say.
 #pragma once
 #include "rows.h"
 #if ATTN_AMD
 #include "fragment_amd.h"
+namespace attn {
+constexpr bool kHasGroupProducts = false;
+template <class E, int D>
+struct GroupProducts;
+}  // namespace attn
 #else
 #include "fragment_nvidia.h"
+#include "group_nvidia.h"
 #endif
 
 namespace attn {
@@ -61,7 +67,7 @@ ATTN_DEVICE Line load_elements(const char* from, int n, int size) {
   return line;
 }
 
-template <class E, int D, int Waves, int KeyGroups, bool General, bool Fp8>
+template <class E, int D, int Waves, int KeyGroups, int Steps, bool General, bool Fp8>
 class Stager {
  public:
   static constexpr bool kAlone = KeyGroups == Waves;  // each wave is a group
@@ -70,7 +76,9 @@ class Stager {
   using Frags = Fragments<E, D, kPanelKeys>;
   static constexpr bool kAsync = kHasAsyncCopy && !General && !Fp8;
   static constexpr bool kAhead = !kAsync && (kHasAsyncCopy ? D < 256 : !kAlone && !(General && D == 256));
-  static constexpr int kStages = !kAsync ? 1 : kAlone ? 3 : 2;
+  // Whether the waves of the block work on one product together, with panels for operands.
+  static constexpr bool kTogether = kHasGroupProducts && kAsync && KeyGroups == 1 && D <= 128;
+  static constexpr int kStages = kAsync ? Steps : 1;
   // Keys go from the cache to where the product wants them, without a panel between.
   static constexpr bool kDirect = kKeysFromGlobal && kAlone && !General;
   static_assert(!(kDirect && kAhead), "direct keys stay where they were loaded to until the next step");
@@ -101,6 +109,7 @@ class Stager {
   ATTN_MEMBER void advance() {
     if constexpr (kAsync) {
       await_copies<kStages - 2>();
+      if constexpr (kTogether) GroupProducts<E, D>::show();
       join();  // the step is there for all, and no one reads the panel that is written next
       stage_ = stage_ + 1 == kStages ? 0 : stage_ + 1;
       start(stage_ == 0 ? kStages - 1 : stage_ - 1);
@@ -179,7 +188,7 @@ class Stager {
     const Shared keys = panel(stage), values = keys + kKeyBytes;
     const Spot spot = next_spot();
     if (aligned_) {
-      ATTN_UNROLL
+      ATTN_UNROLL_BY(2)  // the fewer instructions, the sooner does a small batch begin
       for (int i = 0; i < kRows; i++) {
         const Spot at = of_row(spot, i);
         const bool real = exists(row() + i);

@@ -8,36 +8,53 @@
 // General: any features and any head dims up to D; else head dims are D, and position and mask kMaskNone or causal.
 #pragma once
 #include "attend.h"
+#include "join_gpu.h"
 #include "output_gpu.h"
 #include "rope.h"
 #include "stage_gpu.h"
 
 namespace attn {
 
+template <class T>
+struct OneRow : T {
+  static constexpr int kRows = 1;
+};
+
 template <class E, int D, int Blocks, int Waves, int KeyGroups, bool General, bool Fp8>
 class GpuTile {
-  using Stage = Stager<E, D, Waves, KeyGroups, General, Fp8>;
+  // A ring is as long as memory of a block allows where two run side by side.
+  static constexpr int kSteps = KeyGroups == Waves || (Blocks == 1 && D <= 128) ? 3 : 2;
+  using Stage = Stager<E, D, Waves, KeyGroups, kSteps, General, Fp8>;
   using Frags = typename Stage::Frags;
+  using Group = GroupProducts<E, D>;
+  static constexpr bool kTogether = Stage::kTogether;
+  // Where waves work on products together each block of rows is a unit: while one softens, another multiplies.
+  static constexpr int kUnits = kTogether ? Blocks : 1, kUnitBlocks = Blocks / kUnits;
   static constexpr int kScoreCols = Stage::kPanelKeys / 16, kQueryFrags = D / Frags::kKeyDepth;
   // Fragments of q stay in registers, or are read from shared memory at every step.
-  static constexpr bool kKeepsQuery = !kHasAsyncCopy || (Blocks == 1 && D <= 128);
-  static constexpr int kQueryPanels = kKeepsQuery ? Waves : Waves / KeyGroups;
-  static constexpr int kQueryBytes = kQueryPanels * Blocks * 16 * D * 2;
-  // On its way to registers q passes through the memory of the last step, which is not in use yet.
-  static constexpr int kQueryAt = kKeepsQuery ? Stage::kBytes - Stage::kStageBytes : Stage::kBytes;
-  static constexpr int kJoinBytes = KeyGroups > 1 ? Waves / 2 * Blocks * 16 * D * 4 : 0;
+  static constexpr bool kKeepsQuery = !kHasAsyncCopy || (Blocks == 1 && D <= 128 && !kTogether);
+  // One panel of q serves the block, or every wave takes its rows through the memory of the last step, which is not
+  // in use yet.
+  static constexpr bool kSharesQuery = kHasAsyncCopy;
+  static constexpr int kQueryBytes = (kSharesQuery ? Waves / KeyGroups : Waves) * Blocks * 16 * D * 2;
+  static constexpr int kQueryAt = kSharesQuery ? Stage::kBytes : Stage::kBytes - Stage::kStageBytes;
+  using Join = RowJoin<D, 16 * Blocks * Waves / KeyGroups, KeyGroups>;
+  static constexpr bool kJoinsByRow = kHasAsyncCopy;
+  static constexpr int kJoinBytes = KeyGroups == 1 ? 0 : kJoinsByRow ? Join::kBytes : Waves / 2 * Blocks * 16 * D * 4;
 
  public:
-  static constexpr int kKeys = Stage::kKeys, kRows = Blocks * kFragRows, kThreads = Waves * kWave;
+  static constexpr int kKeys = Stage::kKeys, kRows = kUnitBlocks * kFragRows, kThreads = Waves * kWave;
   static constexpr int kHeight = 16 * Blocks * Waves / KeyGroups;
   static constexpr int kSharedBytes = most_of(most_of(Stage::kBytes, kQueryAt + kQueryBytes), kJoinBytes);
   static constexpr bool kPlain = !General, kFolds = true;
+  // Whether every unit takes part in every step, see it keys or not.
+  static constexpr bool kNeverIdle = kTogether;
   using Row = float;
   using RowInt = int;
   using Elem = float;
 
   struct Scores {
-    FragC x[Blocks][kScoreCols];
+    FragC x[kUnitBlocks][kScoreCols];
     ATTN_MEMBER static constexpr int cols() { return kScoreCols * kFragCols; }
     ATTN_MEMBER static constexpr int span() { return kKeys; }
     ATTN_MEMBER float get(int r, int c) const { return x[r / kFragRows][c / kFragCols].x[place(r, c)]; }
@@ -48,8 +65,9 @@ class GpuTile {
   struct Unit {
     RowFacts<GpuTile> facts;
     RowState<GpuTile> state;
-    typename Frags::Query q[kKeepsQuery ? Blocks : 1][kKeepsQuery ? kQueryFrags : 1];
-    FragC out[Blocks][D / 16];
+    typename Frags::Query q[kKeepsQuery ? kUnitBlocks : 1][kKeepsQuery ? kQueryFrags : 1];
+    FragC out[kUnitBlocks][D / 16];
+    Scores next[1];  // where kTogether: on their way
   };
 
   // Parameters that are used now and then: read anew, where holding them would cost registers.
@@ -87,53 +105,45 @@ class GpuTile {
       : p_(p), item_(item), rows_(rows), shared_(shared),
         stage_(p, item, shared, keys_of_tile(p, rows, item, kKeys)) {}
   ATTN_MEMBER static constexpr int heads() { return 1; }
-  ATTN_MEMBER static constexpr int units() { return 1; }
-  ATTN_MEMBER Unit& unit(int, int) { return unit_; }
+  ATTN_MEMBER static constexpr int units() { return kUnits; }
+  ATTN_MEMBER Unit& unit(int, int u) { return units_[u]; }
 
   ATTN_MEMBER void open(const AttendParams& p, const WorkItem& item, const Rows& rows) {
-    first_ = rows.first + Stage::row_group() * 16 * Blocks;
+    first_ = rows.first + Stage::row_group() * 16 * kUnitBlocks;
     last_ = rows.first + rows.count - 1;
-    RowFacts<GpuTile>& facts = unit_.facts;
     ATTN_UNROLL
-    for (int r = 0; r < kRows; r++) {
-      const int packed = packed_row(r), query = packed / p.group;
-      const Keys seen = keys_of(p, rows, query);
-      facts.query[r] = query, facts.begin[r] = seen.begin, facts.end[r] = least(seen.end, item.kv_end);
-      facts.slope[r] = !General || p.position != kPositionAlibi
-                           ? 0.f
-                           : global(p.alibi_slopes)[item.kv_head * p.group + packed - query * p.group];
-    }
-    const Keys low = keys_of(p, rows, least(first_, last_) / p.group);
-    const Keys high = keys_of(p, rows, least(first_ + 16 * Blocks - 1, last_) / p.group);
-    facts.least_begin = low.begin, facts.most_begin = high.begin;
-    facts.least_end = least(low.end, item.kv_end);
-    facts.most_end = first_ <= last_ ? least(high.end, item.kv_end) : 0;
-    clear<GpuTile>(unit_.state);
+    for (int u = 0; u < kUnits; u++) open_unit(p, item, rows, units_[u], first_ + u * kUnitRows);
     load_query();
-    ATTN_UNROLL
-    for (int b = 0; b < Blocks; b++) {
-      ATTN_UNROLL
-      for (int i = 0; i < D / 16; i++) unit_.out[b][i] = FragC{};
-    }
   }
 
   ATTN_MEMBER void seek(int kv, int, int) { kv_ = kv; }
 
   ATTN_MEMBER void stage(int) {
-    stage_.advance();
-    if (!General || late(p_).position != kPositionRope) return;
-    rotate_keys();
-    stage_.join();
+    if constexpr (kTogether) {
+      await_all();
+      stage_.advance();
+      start_scores();
+    } else {
+      stage_.advance();
+      if (!General || late(p_).position != kPositionRope) return;
+      rotate_keys();
+      stage_.join();
+    }
   }
 
-  ATTN_MEMBER Scores scores(const Unit& unit, int) const {
+  ATTN_MEMBER Scores scores(Unit& unit, int) const {
+    if constexpr (kTogether) {
+      Group::template await<kUnits - 1>();  // what may be under way still is the next unit's, or the last one's out
+      Group::pin(unit.next[0].x[0]);
+      return unit.next[0];
+    }
     Scores s = {};
     const Shared keys = stage_.keys();
     ATTN_UNROLL
     for (int k = 0; k < kQueryFrags; k++) {
-      typename Frags::Query q[Blocks];
+      typename Frags::Query q[kUnitBlocks];
       ATTN_UNROLL
-      for (int b = 0; b < Blocks; b++) {
+      for (int b = 0; b < kUnitBlocks; b++) {
         if constexpr (kKeepsQuery) q[b] = unit.q[b][k];
         else q[b] = Frags::read_query(queries(), b * 16, Frags::query_line(k));
       }
@@ -143,13 +153,20 @@ class GpuTile {
         if constexpr (Stage::kDirect) key = bits_as<typename Frags::Key>(stage_.key_line(k));
         else key = Frags::read_keys(keys, n, k);
         ATTN_UNROLL
-        for (int b = 0; b < Blocks; b++) Frags::multiply(s.x[b][n], q[b], key);
+        for (int b = 0; b < kUnitBlocks; b++) Frags::multiply(s.x[b][n], q[b], key);
       }
     }
     return s;
   }
 
   ATTN_MEMBER void accumulate(Unit& unit, const float (&fade)[kRows], const Scores& s) const {
+    if constexpr (kTogether) {
+      // What a product takes from registers is made while none is under way. It ran while this unit softened.
+      Group::template await<0>();
+      scale_out(unit, fade);
+      start_out(unit, s);
+      return;
+    }
     bool fades = false;
     ATTN_UNROLL
     for (int r = 0; r < kRows; r++) fades |= fade[r] != 1.f;
@@ -157,14 +174,14 @@ class GpuTile {
     const Shared values = stage_.values();
     ATTN_UNROLL
     for (int k = 0; k < Stage::kPanelKeys / Frags::kValueDepth; k++) {
-      typename Frags::Weights weights[Blocks];
+      typename Frags::Weights weights[kUnitBlocks];
       ATTN_UNROLL
-      for (int b = 0; b < Blocks; b++) weights[b] = Frags::weights(&s.x[b][k * (Frags::kValueDepth / 16)]);
+      for (int b = 0; b < kUnitBlocks; b++) weights[b] = Frags::weights(&s.x[b][k * (Frags::kValueDepth / 16)]);
       ATTN_UNROLL
       for (int i = 0; i < D / 16; i++) {
         const auto value = Frags::read_values(values, k, i);
         ATTN_UNROLL
-        for (int b = 0; b < Blocks; b++) Frags::multiply(unit.out[b][i], weights[b], value);
+        for (int b = 0; b < kUnitBlocks; b++) Frags::multiply(unit.out[b][i], weights[b], value);
       }
     }
   }
@@ -172,32 +189,99 @@ class GpuTile {
   ATTN_MEMBER void close(float scale) {
     const AttendParams& p = late(p_);
     const float left = scale_left<GpuTile>(p, logit_scale(p));
+    if constexpr (KeyGroups > 1 && kJoinsByRow) {
+      join_rows(p, left, scale);
+      return;
+    }
     if constexpr (KeyGroups > 1) {
       join_groups(left);
       if (Stage::key_group() != 0) return;
     }
+    if constexpr (kTogether) await_all();
     ATTN_UNROLL
-    for (int r = 0; r < kRows; r++) {
-      const int packed = first_ + r / kFragRows * 16 + frag_row(r % kFragRows);
-      const float part = share<GpuTile>(unit_.state, r, scale), lse = log_sum<GpuTile>(unit_.state, r, left);
-      if (packed > last_) continue;
-      const Sink sink = sink_of(p, rows_, item_, packed, item_.kv_head);
-      switch (sink.dtype) {
-        case kFloat32: write_row<float>(sink, r, part); break;
-        case kFloat16: write_row<F16>(sink, r, part); break;
-        default: write_row<B16>(sink, r, part);
-      }
-      if (frag_col(0) == 0 && sink.lse) *global(sink.lse) = lse;
+    for (int u = 0; u < kUnits; u++) {
+      ATTN_UNROLL
+      for (int r = 0; r < kRows; r++) write_unit_row(p, units_[u], r, row_at(u, r), left, scale);
     }
   }
 
  private:
-  // The row of q that stands behind row r of this lane; rows behind the last repeat it.
-  ATTN_MEMBER int packed_row(int r) const {
-    return least(first_ + r / kFragRows * 16 + frag_row(r % kFragRows), last_);
+  static constexpr int kUnitRows = 64;  // from a unit to the next, of which a wave has 16
+
+  ATTN_MEMBER void open_unit(const AttendParams& p, const WorkItem& item, const Rows& rows, Unit& unit, int first) {
+    RowFacts<GpuTile>& facts = unit.facts;
+    ATTN_UNROLL
+    for (int r = 0; r < kRows; r++) {
+      const int packed = least(first + r / kFragRows * 16 + frag_row(r % kFragRows), last_), query = packed / p.group;
+      const Keys seen = keys_of(p, rows, query);
+      facts.query[r] = query, facts.begin[r] = seen.begin, facts.end[r] = least(seen.end, item.kv_end);
+      facts.slope[r] = !General || p.position != kPositionAlibi
+                           ? 0.f
+                           : global(p.alibi_slopes)[item.kv_head * p.group + packed - query * p.group];
+    }
+    const Keys low = keys_of(p, rows, least(first, last_) / p.group);
+    const Keys high = keys_of(p, rows, least(first + 16 * kUnitBlocks - 1, last_) / p.group);
+    facts.least_begin = low.begin, facts.most_begin = high.begin;
+    facts.least_end = least(low.end, item.kv_end);
+    facts.most_end = first <= last_ ? least(high.end, item.kv_end) : 0;
+    clear<GpuTile>(unit.state);
+    ATTN_UNROLL
+    for (int b = 0; b < kUnitBlocks; b++) {
+      ATTN_UNROLL
+      for (int i = 0; i < D / 16; i++) unit.out[b][i] = FragC{};
+    }
   }
+
+  // Products of the block: queries by keys for every unit, weights by values for one, and the end of all.
+  ATTN_MEMBER void start_scores() {
+    const uint64_t q = Group::place(shared_ + kQueryAt), keys = Group::place(stage_.keys());
+    Group::open();
+    ATTN_UNROLL
+    for (int u = 0; u < kUnits; u++) {
+      ATTN_UNROLL
+      for (int k = 0; k < D / 16; k++)
+        Group::multiply(units_[u].next[0].x[0], Group::dims(Group::rows(q, u * (Group::kRows / 16)), k),
+                        Group::dims(keys, k), k > 0);
+      Group::close();
+    }
+  }
+  ATTN_MEMBER void start_out(Unit& unit, const Scores& s) const {
+    const uint64_t values = Group::place(stage_.values());
+    typename Frags::Weights weights[Stage::kPanelKeys / 16];
+    ATTN_UNROLL
+    for (int k = 0; k < Stage::kPanelKeys / 16; k++) weights[k] = Frags::weights(&s.x[0][k]);
+    Group::pin(unit.out[0]);
+    Group::open();
+    ATTN_UNROLL
+    for (int k = 0; k < Stage::kPanelKeys / 16; k++)
+      Group::multiply(unit.out[0], weights[k], Group::rows(values, k));
+    Group::close();
+  }
+  ATTN_MEMBER void await_all() {
+    Group::template await<0>();
+    ATTN_UNROLL
+    for (int u = 0; u < kUnits; u++) Group::pin(units_[u].out[0]);
+  }
+
+  // The packed row that stands behind row r of a unit; beyond the last, where there is none.
+  ATTN_MEMBER int row_at(int u, int r) const {
+    return first_ + u * kUnitRows + r / kFragRows * 16 + frag_row(r % kFragRows);
+  }
+  ATTN_MEMBER void write_unit_row(const AttendParams& p, const Unit& unit, int r, int packed, float left,
+                                  float scale) const {
+    const float part = share<GpuTile>(unit.state, r, scale), lse = log_sum<GpuTile>(unit.state, r, left);
+    if (packed > last_) return;
+    const Sink sink = sink_of(p, rows_, item_, packed, item_.kv_head);
+    switch (sink.dtype) {
+      case kFloat32: write_row<float>(unit, sink, r, part); break;
+      case kFloat16: write_row<F16>(unit, sink, r, part); break;
+      default: write_row<B16>(unit, sink, r, part);
+    }
+    if (frag_col(0) == 0 && sink.lse) *global(sink.lse) = lse;
+  }
+
   ATTN_MEMBER Shared queries() const {
-    const int panel = kKeepsQuery ? wave_index() : Stage::row_group();
+    const int panel = kSharesQuery ? Stage::row_group() : wave_index();
     return shared_ + kQueryAt + panel * (Blocks * 16 * D * 2);
   }
 
@@ -229,36 +313,35 @@ class GpuTile {
 
   // Into shared memory line by line, and from there in the order of the product.
   ATTN_MEMBER void load_query() {
-    constexpr int lines = Blocks * 16 * (D / 8);
-    if (kKeepsQuery || Stage::key_group() == 0) {
-      const uint64_t bits = reinterpret_cast<uint64_t>(p_.q) | uint64_t(p_.q_stride_row | p_.q_stride_head) * 2;
-      if (!General && (kLoadsAnywhere || bits % 16 == 0)) {
-        ATTN_UNROLL
-        for (int i = 0; i < lines / kWave; i++) put_query(lane_index() + i * kWave, true);
-      } else {
-        ATTN_ROLL
-        for (int i = lane_index(); i < lines; i += kWave) put_query(i, false);
-      }
+    constexpr int lines = kQueryBytes / 16 / (kSharesQuery ? 1 : Waves), step = kSharesQuery ? kThreads : kWave;
+    const int start = kSharesQuery ? thread_index() : lane_index();
+    const uint64_t bits = reinterpret_cast<uint64_t>(p_.q) | uint64_t(p_.q_stride_row | p_.q_stride_head) * 2;
+    if (!General && (kLoadsAnywhere || bits % 16 == 0)) {
+      ATTN_UNROLL_BY(kSharesQuery ? 2 : 16)
+      for (int i = 0; i < lines / step; i++) put_query(start + i * step, true);
+    } else {
+      ATTN_ROLL
+      for (int i = start; i < lines; i += step) put_query(i, false);
     }
+    if constexpr (kTogether) Group::show();
+    if constexpr (kSharesQuery) barrier();
+    else wave_barrier();
     if constexpr (kKeepsQuery) {
-      wave_barrier();
       ATTN_UNROLL
-      for (int b = 0; b < Blocks; b++) {
+      for (int b = 0; b < kUnitBlocks; b++) {
         ATTN_UNROLL
         for (int k = 0; k < kQueryFrags; k++) {
           const int line = Stage::kDirect ? Stage::direct_line(k) : Frags::query_line(k);
-          unit_.q[b][k] = Frags::read_query(queries(), b * 16, line);
+          units_[0].q[b][k] = Frags::read_query(queries(), b * 16, line);
         }
       }
-      stage_.join();
-    } else {
-      barrier();
+      if constexpr (!kSharesQuery) stage_.join();
     }
   }
   ATTN_MEMBER void put_query(int i, bool aligned) {
-    const int row = i / (D / 8), line = i % (D / 8);
-    const Line one[1] = {query_line(least(first_ + row, last_), line, aligned)};
-    Frags::put_keys(queries(), row, line, one);
+    const int row = i / (D / 8), line = i % (D / 8), first = kSharesQuery ? rows_.first : first_;
+    const Line one[1] = {query_line(least(first + row, last_), line, aligned)};
+    Frags::put_keys(kSharesQuery ? shared_ + kQueryAt : queries(), row, line, one);
   }
 
   ATTN_MEMBER void rotate_keys() const {
@@ -278,7 +361,7 @@ class GpuTile {
 
   ATTN_MEMBER static void scale_out(Unit& unit, const float (&by)[kRows]) {
     ATTN_UNROLL
-    for (int b = 0; b < Blocks; b++) {
+    for (int b = 0; b < kUnitBlocks; b++) {
       ATTN_UNROLL
       for (int i = 0; i < D / 16; i++) {
         ATTN_UNROLL
@@ -287,10 +370,38 @@ class GpuTile {
     }
   }
 
+  // Writes the rows of the item, each joined from what the groups found.
+  ATTN_MEMBER void join_rows(const AttendParams& p, float left, float scale) {
+    stage_.finish();
+    const Unit& unit = units_[0];
+    const Join join(shared_);
+    ATTN_UNROLL
+    for (int r = 0; r < kRows; r++) {
+      const int row = row_at(0, r) - rows_.first, block = r / kFragRows;
+      ATTN_UNROLL
+      for (int c = 0; c < D / 16 * kFragCols; c += kRun)
+        join.put(Stage::key_group(), row, c / kFragCols * 16 + frag_col(c % kFragCols),
+                 &unit.out[block][c / kFragCols].x[r % kFragRows * kFragCols + c % kFragCols]);
+      if (frag_col(0) == 0) join.put_state(Stage::key_group(), row, unit.state.top[r], unit.state.sum[r]);
+    }
+    barrier();
+    ATTN_ROLL
+    for (int row = wave_index(); row < rows_.count; row += Waves) {
+      RowState<OneRow<GpuTile>> state;
+      float out[Join::kEach];
+      join.template take<GpuTile>(row, left, state.top[0], state.sum[0], out);
+      const float part = share<OneRow<GpuTile>>(state, 0, scale), lse = log_sum<OneRow<GpuTile>>(state, 0, left);
+      ATTN_UNROLL
+      for (int i = 0; i < Join::kEach; i++) out[i] *= part;
+      const Sink sink = sink_of(p, rows_, item_, rows_.first + row, item_.kv_head);
+      write_dims(sink, lane_index() * Join::kEach, General ? p.head_dim_vo : D, out);
+      if (lane_index() == 0 && sink.lse) *global(sink.lse) = lse;
+    }
+  }
   // Sums what the groups found for the same rows into the first group, by halves.
   ATTN_MEMBER void join_groups(float left) {
     stage_.finish();
-    RowState<GpuTile>& state = unit_.state;
+    RowState<GpuTile>& state = units_[0].state;
     // Place of the state of a row of block r that group g found.
     const auto place = [](int g, int r) {
       return (((Stage::row_group() * KeyGroups + g) * Blocks + r / kFragRows) * 16 + frag_row(r % kFragRows)) * 2;
@@ -315,7 +426,7 @@ class GpuTile {
       by[r] = exp2_scaled(state.top[r], base, left);
       state.top[r] = top, state.sum[r] = sum;
     }
-    scale_out(unit_, by);
+    scale_out(units_[0], by);
     for (int half = KeyGroups / 2; half > 0; half /= 2) {
       const int group = Stage::key_group();
       barrier();
@@ -337,7 +448,7 @@ class GpuTile {
       for (int i = 0; i < D / 16; i++) {
         ATTN_UNROLL
         for (int e = 0; e < elements; e++)
-          visit(first + ((b * (D / 16) + i) * elements + e) * kWave, unit_.out[b][i].x[e]);
+          visit(first + ((b * (D / 16) + i) * elements + e) * kWave, units_[0].out[b][i].x[e]);
       }
     }
   }
@@ -346,7 +457,7 @@ class GpuTile {
 
   // Row r of the output, as O.
   template <class O>
-  ATTN_MEMBER void write_row(const Sink& sink, int r, float part) const {
+  ATTN_MEMBER void write_row(const Unit& unit, const Sink& sink, int r, float part) const {
     constexpr int size = Output<O>::kSize;
     char* to = static_cast<char*>(sink.out) + sink.offset * size;
     const bool aligned = reinterpret_cast<uint64_t>(to) % (kRun * size) == 0;
@@ -356,7 +467,7 @@ class GpuTile {
       float x[kRun];
       ATTN_UNROLL
       for (int i = 0; i < kRun; i++)
-        x[i] = unit_.out[r / kFragRows][c / kFragCols].x[r % kFragRows * kFragCols + c % kFragCols + i] * part;
+        x[i] = unit.out[r / kFragRows][c / kFragCols].x[r % kFragRows * kFragCols + c % kFragCols + i] * part;
       if (aligned && (!General || d + kRun <= late(p_).head_dim_vo)) {
         Output<O>::write(to + d * size, x);
       } else {
@@ -372,7 +483,7 @@ class GpuTile {
   const Rows rows_;
   Shared shared_;
   Stage stage_;
-  Unit unit_;
+  Unit units_[kUnits];
   int first_, last_, kv_;
 };
 
