@@ -80,9 +80,10 @@ def attend_variants(arch: str) -> tuple[Variant, ...]:
 @lru_cache
 def misc_variants(arch: str) -> dict[str, Variant]:
     """Return the other kernels: ``merge``, ``append``, ``chain_sample``."""
+    threads = {"merge": 256 if _is_amd(arch) else 512, "append": 256, "chain_sample": 256}
     return {
-        name: Variant(name, "kernels_gpu_misc.cpp", (f"ATTN_KERNEL={n}",), f"attn_{name}", 256)
-        for n, name in enumerate(("merge", "append", "chain_sample"), start=1)
+        name: Variant(name, "kernels_gpu_misc.cpp", (f"ATTN_KERNEL={n}",), f"attn_{name}", block)
+        for n, (name, block) in enumerate(threads.items(), start=1)
     }
 
 

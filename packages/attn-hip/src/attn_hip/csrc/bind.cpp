@@ -233,7 +233,7 @@ class GpuPlan {
     const int error = gpu_launch(driver_, attend_, num_items_, stream, &launch);
     if (error || num_merges_ == 0) return error;
     MergeLaunch merge = {launch.params, merges_, launch.counts};
-    return gpu_launch(driver_, merge_, num_merges_, stream, &merge);
+    return gpu_launch(driver_, merge_, num_merges_ * (launch.params.tile_q / kMergeRows), stream, &merge);
   }
 
   GpuDriver driver_;

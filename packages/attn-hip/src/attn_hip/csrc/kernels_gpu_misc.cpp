@@ -1,6 +1,6 @@
 // Small kernels of a GPU: device code only, all in one code object's source. ATTN_KERNEL names the one to compile, as
 // the compilers of kernels_gpu.cpp do:
-//   1  attn_merge          one block joins the partials of one tile and KV head
+//   1  attn_merge          one block joins the partials of some rows of one tile and KV head
 //   2  attn_append         one block writes the heads of one row
 //   3  attn_chain_sample   one block samples one request
 #include "append.h"
@@ -10,7 +10,13 @@
 
 namespace attn {
 
-constexpr int kWaves = 256 / kWave;
+// NVIDIA joins few rows of many chunks by many waves at once; AMD's block has the width of its other kernels.
+#if ATTN_NVIDIA && ATTN_KERNEL == 1
+constexpr int kThreads = 512, kBlocks = 2;
+#else
+constexpr int kThreads = 256, kBlocks = 4;
+#endif
+constexpr int kWaves = kThreads / kWave;
 
 #if ATTN_KERNEL == 1
 
@@ -22,10 +28,11 @@ struct WaveMerge {
   static constexpr int kDims = kMostDims / kWave;
   float row[kDims] = {}, top = -kInfinity, sum = 0.f;
 
-  ATTN_MEMBER void add(const AttendParams& p, const MergeItem& item, int r) {
-    for (int first = 0; first < item.num_slots; first += kWave) {
-      const int i = first + lane_index(), n = least(kWave, item.num_slots - first);
-      const float lse = i < item.num_slots ? *global(&p.partial_lse[slot_of(item, i) * p.tile_q + r]) : -kInfinity;
+  // Chunks [begin, end).
+  ATTN_MEMBER void add(const AttendParams& p, const MergeItem& item, int r, int begin, int end) {
+    for (int first = begin; first < end; first += kWave) {
+      const int i = first + lane_index(), n = least(kWave, end - first);
+      const float lse = i < end ? *global(&p.partial_lse[slot_of(item, i) * p.tile_q + r]) : -kInfinity;
       const float before = top;
       top = wave_max(lse, top);
       const float base = top == -kInfinity ? 0.f : top, fade = exp2_fast(before - base);
@@ -46,6 +53,24 @@ struct WaveMerge {
         }
       }
     }
+  }
+
+  // What another wave found for the same row, at `other`, joins in.
+  static constexpr int kWords = kMostDims + 2;
+  ATTN_MEMBER void put(Shared at) const {
+    ATTN_UNROLL
+    for (int j = 0; j < kDims; j++) write_word(at + (lane_index() + j * kWave) * 4, bits_as<uint32_t>(row[j]));
+    if (lane_index() != 0) return;
+    write_word(at + kMostDims * 4, bits_as<uint32_t>(top)), write_word(at + kMostDims * 4 + 4, bits_as<uint32_t>(sum));
+  }
+  ATTN_MEMBER void join(Shared other) {
+    const float before = top, its = bits_as<float>(read_word(other + kMostDims * 4));
+    top = its > top || its != its ? its : top;
+    const float base = top == -kInfinity ? 0.f : top, fade = exp2_fast(before - base), share = exp2_fast(its - base);
+    sum = sum * fade + share * bits_as<float>(read_word(other + kMostDims * 4 + 4));
+    ATTN_UNROLL
+    for (int j = 0; j < kDims; j++)
+      row[j] = row[j] * fade + share * bits_as<float>(read_word(other + (lane_index() + j * kWave) * 4));
   }
 
   ATTN_MEMBER void write(const Sink& sink, int dims) const {
@@ -78,13 +103,32 @@ struct WaveMerge {
   }
 };
 
-ATTN_DEVICE void merge_tile(const AttendParams& p, const MergeItem& item) {
+constexpr int kChunksOfWave = 4;  // what a wave has on its way at once
+
+// Rows [first, first + kMergeRows) of a tile. Where there are fewer rows than waves, waves share the chunks of a row.
+ATTN_DEVICE void merge_rows(const AttendParams& p, const MergeItem& item, int first, Shared shared) {
   const Rows rows = rows_of(p, item.request, item.q_tile);
   const WorkItem whole = {item.request, item.q_tile, item.kv_head, 1, 0, rows.kv_len, -1, 0};
-  for (int r = wave_index(); r < rows.count; r += kWaves) {
+  const int count = least(rows.count - first, kMergeRows);
+  if (count <= 0) return;
+  int parts = 1;
+  if (shared) {
+    while (2 * parts * count <= kWaves && parts * kChunksOfWave < item.num_slots) parts *= 2;
+  }
+  const int part = wave_index() & (parts - 1), n = (item.num_slots + parts - 1) / parts;
+  int r = wave_index() / parts;
+  if (parts > 1 && r >= count) barrier();  // of the one round there is
+  for (; r < count; r += kWaves / parts) {
     WaveMerge merge;
-    merge.add(p, item, r);
-    merge.write(sink_of(p, rows, whole, rows.first + r, item.kv_head), p.head_dim_vo);
+    merge.add(p, item, first + r, part * n, least(part * n + n, item.num_slots));
+    if (parts > 1) {
+      const Shared mine = shared + wave_index() * (WaveMerge::kWords * 4);
+      if (part > 0) merge.put(mine);
+      barrier();
+      if (part > 0) return;
+      for (int i = 1; i < parts; i++) merge.join(mine + i * (WaveMerge::kWords * 4));
+    }
+    merge.write(sink_of(p, rows, whole, rows.first + first + r, item.kv_head), p.head_dim_vo);
   }
 }
 
@@ -129,10 +173,18 @@ ATTN_DEVICE void append_row(const AppendParams& p, int64_t row) {
 }  // namespace attn
 
 #if ATTN_KERNEL == 1
-extern "C" ATTN_GLOBAL ATTN_BLOCK(256, 4, 4) void attn_merge(ATTN_ARGUMENT attn::MergeLaunch launch) {
-  const attn::MergeItem item = launch.items[attn::block_index()];
-  if (attn::block_index() >= launch.counts[1]) return;
-  attn::merge_tile(launch.params, item);
+extern "C" ATTN_GLOBAL ATTN_BLOCK(attn::kThreads, 4, attn::kBlocks)
+void attn_merge(ATTN_ARGUMENT attn::MergeLaunch launch) {
+#if ATTN_NVIDIA
+  ATTN_SHARED char shared[attn::kWaves * attn::WaveMerge::kWords * 4];
+#else
+  const attn::Shared shared = nullptr;
+#endif
+  const int blocks = launch.params.tile_q / attn::kMergeRows, at = attn::block_index() / blocks;
+  const attn::MergeItem item = launch.items[at];
+  if (at >= launch.counts[1]) return;
+  const int first = (attn::block_index() - at * blocks) * attn::kMergeRows;
+  attn::merge_rows(launch.params, item, first, (attn::Shared)shared);
 }
 #elif ATTN_KERNEL == 2
 extern "C" ATTN_GLOBAL ATTN_BLOCK(256, 4, 4) void attn_append(ATTN_ARGUMENT attn::AppendParams p) {

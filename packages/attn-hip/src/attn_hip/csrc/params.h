@@ -63,6 +63,9 @@ struct WorkItem {
   int32_t reserved;
 };
 
+// A block of a GPU's merge kernel joins this many packed rows, so a tile takes tile_q / kMergeRows blocks.
+constexpr int kMergeRows = 16;
+
 // Joins partials [first_slot, first_slot + num_slots * slot_stride) of one tile and one KV head, in that order,
 // into out and lse. num_slots >= 1.
 struct MergeItem {
