@@ -2,7 +2,7 @@
 
 While Inductor lowers one of our operators, the guard compares where Inductor put each tensor argument with
 what the traced program says. It changes no generated code and nothing outside our own
-operators: it passes, warns (a copy of the whole argument), or raises :class:`MisplacedArgument`.
+operators: it passes, or raises :class:`MisplacedArgument`; :class:`CacheCopy` for a copy of a whole argument.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ ADVICE = (
     " and write to it with attn-core's functions only inside the region"
 )
 stats: Counter[str] = Counter()
-"""``checked`` arguments, ``copies`` of whole arguments; for tests and ``attn doctor``."""
+"""``checked`` arguments; for tests."""
 _fault: str | None = None
+_armed = False
+_waiting: list[tuple[Any, OpRow]] = []
 
 
 class MisplacedArgument(RuntimeError):
     """torch would write an argument somewhere else than the program says, or through a copy of it."""
 
 
-class CacheCopy(UserWarning):
-    """torch copies a whole argument on every call instead of writing in place."""
+class CacheCopy(MisplacedArgument):
+    """torch would copy a whole argument on every call instead of writing in place."""
 
 
 def state() -> str:
@@ -43,8 +45,29 @@ def state() -> str:
     return _fault or ("off" if os.environ.get(SWITCH) == "1" else "on")
 
 
-def install(op: Any, row: OpRow) -> None:
-    """Register the guarding lowering of an operator."""
+def watch(op: Any, row: OpRow) -> None:
+    """Guard an operator from the first traced region on; at once, where that has been."""
+    _waiting.append((op, row))
+    if _armed:
+        arm()
+
+
+def arm() -> bool:
+    """Install the repairs of torch and the guarding lowerings. Dynamo calls this while it traces."""
+    global _armed
+    _armed = True
+    if _waiting:
+        fixups.install()
+        while _waiting:
+            _try_install(*_waiting.pop())
+    return True
+
+
+# Dynamo then calls it, and does not look inside; see attn_core.tracing.
+arm._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _try_install(op: Any, row: OpRow) -> None:
     global _fault
     if state() != "on":
         return
@@ -84,8 +107,11 @@ def _check(what: str, fx: torch.fx.Node, placed: Any, writes: bool) -> None:
         return
     elif source.target is torch.ops.aten.clone.default:
         _check_copy(what, fx, source, writes, dtype_view)
-    elif source is not fx:
-        _check_derived(what, source, dtype_view)
+    else:
+        if source is not fx:
+            _check_derived(what, source, dtype_view)
+        if writes:
+            _check_stored_back(what, fx, source)
 
 
 def _source(fx: torch.fx.Node) -> tuple[torch.fx.Node, bool]:
@@ -144,20 +170,34 @@ def _check_copy(what: str, fx: torch.fx.Node, copy: torch.fx.Node, writes: bool,
     symbolic = not _expr(fx.meta["val"].storage_offset()).is_number
     if dtype_view or (symbolic and not fixups.has_lowering()):
         raise _misplaced(what, "the caller's memory", "a copy that this torch puts at the wrong offset")
-    stats["copies"] += 1
-    shape = tuple(fx.meta["val"].shape)
-    text = needs(what, "to be written in place", f"a copy of all of {shape} per call", "compile.cache-copy")
-    warnings.warn(f"{text}; {ADVICE}", CacheCopy, stacklevel=2)
+    _check_stored_back(what, fx, origin)
+
+
+def _check_stored_back(what: str, fx: torch.fx.Node, node: torch.fx.Node) -> None:
+    """Raise where what is written is a copy of a graph input that becomes the input again at the end."""
+    root = _root(node)
+    copy_ = torch.ops.aten.copy_.default
+    if root.op == "placeholder" and any(u.target is copy_ and u.args[0] is root for u in root.users):
+        shape = tuple(fx.meta["val"].shape)
+        text = needs(
+            what, "to be written in place", f"a copy of all of {shape} per call", "compile.cache-copy"
+        )
+        raise CacheCopy(f"{text}; {ADVICE}")
+
+
+def _root(node: torch.fx.Node) -> torch.fx.Node:
+    """Follow views and whole copies with a part replaced to what they began as."""
+    while node.op == "call_function" and ("scatter" in str(node.target) or _is_view(node)):
+        parent = node.args[0]
+        if not isinstance(parent, torch.fx.Node):
+            break
+        node = parent
+    return node
 
 
 def _check_derived(what: str, source: torch.fx.Node, dtype_view: bool) -> None:
     """A view of something the graph computed: a cache it also writes with plain torch operators, say."""
-    root = source
-    while root.op == "call_function" and "scatter" in str(root.target) and root.args:
-        parent = root.args[0]
-        if not isinstance(parent, torch.fx.Node):
-            break
-        root = _source(parent)[0]
+    root = _root(source)
     at = root.meta["val"].storage_offset() if root.op == "placeholder" else 0
     if dtype_view or not (isinstance(at, int) and at == 0):
         got = f"a slice of one that {source} writes, at a storage offset torch counts twice"

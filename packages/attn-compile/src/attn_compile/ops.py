@@ -26,7 +26,6 @@ class OpTracer:
     """Turns traced calls of attn-core, and of packages that brought rows, into operators."""
 
     def __init__(self) -> None:
-        fixups.install()
         self._sources: dict[str, str] = {}
         self._ops: dict[str, Callable[..., Any]] = {}
         self._calls: dict[str, Callable[..., Any]] = {}
@@ -51,6 +50,7 @@ class OpTracer:
 
     def call(self, name: str, *args: Any) -> Any:
         """Emit the operators of the free function ``name``."""
+        guard.arm()
         return self._calls[name](*args)
 
     def run(
@@ -67,6 +67,7 @@ class OpTracer:
         plan: torch.Tensor | None,
     ) -> tracing.Result:
         """Emit one run. A caller's ``out`` or ``lse`` is filled by ``copy_`` afterwards."""
+        guard.arm()
         args = (handle, q, k, v, *split_scales(scales), o_dtype, return_lse)
         found = self._ops["run"](*args) if plan is None else self._ops["run_planned"](plan, *args)
         made, sums = found if return_lse else (found, None)
@@ -77,18 +78,20 @@ class OpTracer:
 
     def doctor(self, probe: bool) -> dict[str, object]:
         """Return rows for ``attn doctor``; with ``probe`` ten cells of the matrix are compiled."""
-        rows: dict[str, object] = {
+        probed = _probe() if probe else {}
+        return {
             "operators": len(self._ops),
             "placement guard": guard.state(),
-            **{f"{name} lowering": what for name, what in fixups.install().items()},
+            **fixups.state(),
             "defects of this torch": ", ".join(defect.name for defect in defects.present()),
+            **probed,
         }
-        if probe:
-            from .testing import matrix
 
-            found = {cell: matrix.run(cell) for cell in matrix.probe()}
-            count = Counter(outcome.verdict for outcome in found.values())
-            rows["probe"] = ", ".join(f"{n} {verdict}" for verdict, n in sorted(count.items()))
-            bad = {str(cell): f"{o.verdict}: {o.detail}" for cell, o in found.items() if not o.good}
-            rows.update({f"probe {name}": text for name, text in bad.items()})
-        return rows
+
+def _probe() -> dict[str, object]:
+    from .testing import matrix
+
+    found = {cell: matrix.run(cell) for cell in matrix.probe()}
+    count = Counter(outcome.verdict for outcome in found.values())
+    bad = {f"probe {cell}": f"{o.verdict}: {o.detail}" for cell, o in found.items() if not o.good}
+    return {"probe": ", ".join(f"{n} {verdict}" for verdict, n in sorted(count.items())), **bad}

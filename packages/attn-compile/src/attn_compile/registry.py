@@ -49,7 +49,7 @@ def register(row: OpRow) -> Operator:
     _LIBRARY.impl(full, implementation(row), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"{NAMESPACE}::{full}", fake(row), lib=_LIBRARY)
     op = getattr(getattr(torch.ops, NAMESPACE), full).default
-    guard.install(op, row)
+    guard.watch(op, row)
     _known[full] = Operator(row, op, traced(row, op))
     return _known[full]
 

@@ -12,7 +12,7 @@ from attn_core.errors import needs
 from attn_core.op_table import Arg, OpRow, Role
 
 NAMESPACE = "attn"
-REVISION = 1
+REVISION = 2
 """Raised when the placement guard or a fix changes, so that graphs compiled before are not found on disk."""
 
 _WRITTEN = (Role.CACHE, Role.OUT)

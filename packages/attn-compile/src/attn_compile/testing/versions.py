@@ -29,7 +29,7 @@ COLUMNS = (
     "wrong",
     "error",
     "bad",
-    "lowering",
+    "repairs",
     "guard",
     "seconds",
 )
@@ -79,10 +79,16 @@ def here(backend: str, every: bool) -> dict[str, Any]:
     details += [f"refused for {name}: {n}" for name, n in sorted(known.items()) if name]
     return {
         "torch": torch.__version__, "cells": len(cells), **count, "bad": count["bad"],
-        "lowering": fixups.install()["sym_storage_offset"], "guard": guard.state(),
+        "repairs": _repairs(fixups.install()), "guard": guard.state(),
         "seconds": round(time.perf_counter() - started), "details": details,
         "defects": [defect.name for defect in defects.present()],
     }  # fmt: skip
+
+
+def _repairs(states: Mapping[str, str]) -> str:
+    """Return ``3 of 3``, or what failed."""
+    failed = [f"{name} {what}" for name, what in states.items() if what not in ("installed", "not needed")]
+    return "; ".join(failed) or f"{len(states)} of {len(states)}"
 
 
 def _elsewhere(version: str, given: argparse.Namespace) -> Mapping[str, Any]:
