@@ -57,11 +57,11 @@ MUTANTS = {
         "decode-4", OutOfBounds, "of kv_indices, which has",
     ),
     "no bound on query rows": Mutant(
-        "tile_gpu.h", "query_line(least(first_ + row, last_), line", "query_line(first_ + row, line",
+        "tile_gpu.h", "query_line(least(first + row, last_), line", "query_line(first + row, line",
         "decode-4", OutOfBounds, "of q, which has",
     ),
     "no bound on output rows": Mutant(
-        "tile_gpu.h", "if (packed > last_) continue;", "", "decode-4", OutOfBounds, "which has",
+        "tile_gpu.h", "if (packed > last_) return;", "", "decode-4", OutOfBounds, "which has",
     ),
     "no mask": Mutant(
         "logits.h", "if (cut) {", "if (false) {",
