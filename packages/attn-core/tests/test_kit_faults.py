@@ -292,7 +292,9 @@ class SortsTheDraftIds(Mini):
         io.draft_token_ids[r] = io.draft_token_ids[r].sort().values
 
 
-FAULTS = sorted(Mini.__subclasses__(), key=lambda fault: fault.__name__)
+FAULTS = sorted(
+    (c for c in Mini.__subclasses__() if c.__module__ == __name__), key=lambda fault: fault.__name__
+)
 
 
 @pytest.fixture(autouse=True)

@@ -57,7 +57,7 @@ MUTANTS = {
         "decode-4", OutOfBounds, "of kv_indices, which has",
     ),
     "no bound on query rows": Mutant(
-        "tile_gpu.h", "query_line(least(first + row, last_), line", "query_line(first + row, line",
+        "tile_gpu_query.h", "query_line(least(first + row, last_), line", "query_line(first + row, line",
         "decode-4", OutOfBounds, "of q, which has",
     ),
     "no bound on output rows": Mutant(

@@ -286,64 +286,11 @@ class GpuTile {
   }
 
   // An element of a query head, rotated where RoPE asks for it; 0 behind its last dim.
-  ATTN_MEMBER uint16_t query_element(const uint16_t* q, int query, int d) const {
-    if (!General) return q[d];
-    if (d >= p_.head_dim_qk) return 0;
-    if (p_.position != kPositionRope) return q[d];
-    const int half = p_.head_dim_qk / 2, i = d < half ? d : d - half;
-    const float turn = turn_of(p_.rope_turns[i], rows_.kv_len - rows_.q_len + query);
-    const float x = E::widen(q[d]), other = E::widen(q[d < half ? d + half : i]);
-    const float sine = d < half ? -sin_turn(turn) : sin_turn(turn);
-    return uint16_t(E::pair(x * cos_turn(turn) + other * sine, 0.f));
-  }
-
-  ATTN_MEMBER Line query_line(int packed, int line, bool aligned) const {
-    const uint16_t* q = static_cast<const uint16_t*>(p_.q) +
-                        row_offset(p_, rows_, packed, item_.kv_head, p_.q_stride_row, p_.q_stride_head);
-    const char* at = reinterpret_cast<const char*>(q + line * 8);
-    if constexpr (!General) return aligned ? load_line(at) : load_elements(at, 8, 2);
-    Line x;
-    ATTN_UNROLL
-    for (int w = 0; w < 4; w++) {
-      const int d = line * 8 + w * 2, query = packed / p_.group;
-      x.x[w] = query_element(q, query, d) | uint32_t(query_element(q, query, d + 1)) << 16;
-    }
-    return x;
-  }
-
+  ATTN_MEMBER uint16_t query_element(const uint16_t* q, int query, int d) const;
+  ATTN_MEMBER Line query_line(int packed, int line, bool aligned) const;
   // Into shared memory line by line, and from there in the order of the product.
-  ATTN_MEMBER void load_query() {
-    constexpr int lines = kQueryBytes / 16 / (kSharesQuery ? 1 : Waves), step = kSharesQuery ? kThreads : kWave;
-    const int start = kSharesQuery ? thread_index() : lane_index();
-    const uint64_t bits = reinterpret_cast<uint64_t>(p_.q) | uint64_t(p_.q_stride_row | p_.q_stride_head) * 2;
-    if (!General && (kLoadsAnywhere || bits % 16 == 0)) {
-      ATTN_UNROLL_BY(kSharesQuery ? 2 : 16)
-      for (int i = 0; i < lines / step; i++) put_query(start + i * step, true);
-    } else {
-      ATTN_ROLL
-      for (int i = start; i < lines; i += step) put_query(i, false);
-    }
-    if constexpr (kTogether) Group::show();
-    if constexpr (kSharesQuery) barrier();
-    else wave_barrier();
-    if constexpr (kKeepsQuery) {
-      ATTN_UNROLL
-      for (int b = 0; b < kUnitBlocks; b++) {
-        ATTN_UNROLL
-        for (int k = 0; k < kQueryFrags; k++) {
-          const int line = Stage::kDirect ? Stage::direct_line(k) : Frags::query_line(k);
-          units_[0].q[b][k] = Frags::read_query(queries(), b * 16, line);
-        }
-      }
-      if constexpr (!kSharesQuery) stage_.join();
-    }
-  }
-  ATTN_MEMBER void put_query(int i, bool aligned) {
-    const int row = i / (D / 8), line = i % (D / 8), first = kSharesQuery ? rows_.first : first_;
-    const Line one[1] = {query_line(least(first + row, last_), line, aligned)};
-    Frags::put_keys(kSharesQuery ? shared_ + kQueryAt : queries(), row, line, one);
-  }
-
+  ATTN_MEMBER void load_query();
+  ATTN_MEMBER void put_query(int i, bool aligned);
   ATTN_MEMBER void rotate_keys() const {
     const AttendParams& p = late(p_);
     const int half = p.head_dim_qk / 2;
@@ -371,87 +318,12 @@ class GpuTile {
   }
 
   // Writes the rows of the item, each joined from what the groups found.
-  ATTN_MEMBER void join_rows(const AttendParams& p, float left, float scale) {
-    stage_.finish();
-    const Unit& unit = units_[0];
-    const Join join(shared_);
-    ATTN_UNROLL
-    for (int r = 0; r < kRows; r++) {
-      const int row = row_at(0, r) - rows_.first, block = r / kFragRows;
-      ATTN_UNROLL
-      for (int c = 0; c < D / 16 * kFragCols; c += kRun)
-        join.put(Stage::key_group(), row, c / kFragCols * 16 + frag_col(c % kFragCols),
-                 &unit.out[block][c / kFragCols].x[r % kFragRows * kFragCols + c % kFragCols]);
-      if (frag_col(0) == 0) join.put_state(Stage::key_group(), row, unit.state.top[r], unit.state.sum[r]);
-    }
-    barrier();
-    ATTN_ROLL
-    for (int row = wave_index(); row < rows_.count; row += Waves) {
-      RowState<OneRow<GpuTile>> state;
-      float out[Join::kEach];
-      join.template take<GpuTile>(row, left, state.top[0], state.sum[0], out);
-      const float part = share<OneRow<GpuTile>>(state, 0, scale), lse = log_sum<OneRow<GpuTile>>(state, 0, left);
-      ATTN_UNROLL
-      for (int i = 0; i < Join::kEach; i++) out[i] *= part;
-      const Sink sink = sink_of(p, rows_, item_, rows_.first + row, item_.kv_head);
-      write_dims(sink, lane_index() * Join::kEach, General ? p.head_dim_vo : D, out);
-      if (lane_index() == 0 && sink.lse) *global(sink.lse) = lse;
-    }
-  }
+  ATTN_MEMBER void join_rows(const AttendParams& p, float left, float scale);
   // Sums what the groups found for the same rows into the first group, by halves.
-  ATTN_MEMBER void join_groups(float left) {
-    stage_.finish();
-    RowState<GpuTile>& state = units_[0].state;
-    // Place of the state of a row of block r that group g found.
-    const auto place = [](int g, int r) {
-      return (((Stage::row_group() * KeyGroups + g) * Blocks + r / kFragRows) * 16 + frag_row(r % kFragRows)) * 2;
-    };
-    ATTN_UNROLL
-    for (int r = 0; r < kRows; r++) {
-      if (frag_col(0) != 0) continue;
-      write_float(place(Stage::key_group(), r), state.top[r]);
-      write_float(place(Stage::key_group(), r) + 1, state.sum[r]);
-    }
-    barrier();
-    float by[kRows];
-    ATTN_UNROLL
-    for (int r = 0; r < kRows; r++) {
-      float top = -kInfinity, sum = 0.f;
-      ATTN_UNROLL
-      for (int g = 0; g < KeyGroups; g++) top = max(top, read_float(place(g, r)));
-      const float base = top == -kInfinity ? 0.f : top;
-      ATTN_UNROLL
-      for (int g = 0; g < KeyGroups; g++)
-        sum += read_float(place(g, r) + 1) * exp2_scaled(read_float(place(g, r)), base, left);
-      by[r] = exp2_scaled(state.top[r], base, left);
-      state.top[r] = top, state.sum[r] = sum;
-    }
-    scale_out(units_[0], by);
-    for (int half = KeyGroups / 2; half > 0; half /= 2) {
-      const int group = Stage::key_group();
-      barrier();
-      if (group >= half && group < 2 * half)
-        each_out(group - half, half, [&](int at, float x) { write_float(at, x); });
-      barrier();
-      if (group < half) each_out(group, half, [&](int at, float& x) { x += read_float(at); });
-    }
-  }
-
+  ATTN_MEMBER void join_groups(float left);
   // Calls visit(place, element) for every element of the output; `slot` of `slots` places for each row group.
   template <class Visit>
-  ATTN_MEMBER void each_out(int slot, int slots, Visit visit) {
-    constexpr int elements = kFragRows * kFragCols, each = Blocks * (D / 16) * elements;
-    const int first = (Stage::row_group() * slots + slot) * each * kWave + lane_index();
-    ATTN_UNROLL
-    for (int b = 0; b < Blocks; b++) {
-      ATTN_UNROLL
-      for (int i = 0; i < D / 16; i++) {
-        ATTN_UNROLL
-        for (int e = 0; e < elements; e++)
-          visit(first + ((b * (D / 16) + i) * elements + e) * kWave, units_[0].out[b][i].x[e]);
-      }
-    }
-  }
+  ATTN_MEMBER void each_out(int slot, int slots, Visit visit);
   ATTN_MEMBER float read_float(int i) const { return bits_as<float>(read_word(shared_ + 4 * i)); }
   ATTN_MEMBER void write_float(int i, float x) const { write_word(shared_ + 4 * i, bits_as<uint32_t>(x)); }
 
@@ -488,3 +360,6 @@ class GpuTile {
 };
 
 }  // namespace attn
+
+#include "tile_gpu_join.h"
+#include "tile_gpu_query.h"
