@@ -15,23 +15,11 @@ from .errors import needs
 from .kv_lengths import batch_of_lengths
 from .options import Dtype, make_problem
 from .problem import MaskMode, Op, PagedKV
-from .wrapper import AttentionWrapper
-
-Scale = float | torch.Tensor | None
-
-
-class _OwnWorkspace(AttentionWrapper):
-    """A wrapper that grows its float workspace to what a plan asks for."""
-
-    def _available(self) -> None:
-        return None
-
-    def _provide(self, workspace_bytes: int) -> None:
-        if self._float_workspace_buffer.numel() < workspace_bytes:
-            self._float_workspace_buffer = torch.empty(workspace_bytes, dtype=torch.uint8, device=self.device)
+from .tracing import Scale
+from .wrapper import OwnWorkspace
 
 
-class BatchAttention(_OwnWorkspace):
+class BatchAttention(OwnWorkspace):
     """Prefill and decode requests of one batch in one call, over a paged cache.
 
     What :class:`~attn_core.BatchPrefillWithPagedKVCacheWrapper` computes, planned from sequence lengths; the
@@ -48,8 +36,7 @@ class BatchAttention(_OwnWorkspace):
     ) -> None:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        empty = torch.empty(0, dtype=torch.uint8, device=device)
-        super().__init__(empty, kv_layout, backend, None)
+        super().__init__(device, kv_layout, backend)
 
     def plan(
         self,

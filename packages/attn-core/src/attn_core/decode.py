@@ -1,5 +1,6 @@
 """Decode entry points, under upstream's module name."""
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from .decode_graph import CUDAGraphBatchDecodeWithPagedKVCacheWrapper
@@ -17,6 +18,4 @@ __all__ = [
 
 
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        return refusing("decode", name)
+    __getattr__ = partial(refusing, "decode")

@@ -322,8 +322,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         changes = forward_changes(
             pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
         )
-        q_scale = self._scaled_q(changes, q_scale)
-        with self._for_one_call(**changes):
+        with self._forwarded(changes, q_scale) as q_scale:
             out = self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
         assert isinstance(out, torch.Tensor)
         return out
@@ -346,8 +345,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         changes = forward_changes(
             pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
         )
-        q_scale = self._scaled_q(changes, q_scale)
-        with self._for_one_call(**changes):
+        with self._forwarded(changes, q_scale) as q_scale:
             both = self.run(
                 q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=True
             )

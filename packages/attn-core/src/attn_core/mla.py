@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -260,6 +261,4 @@ def _gathered(
 
 
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        return refusing("mla", name)
+    __getattr__ = partial(refusing, "mla")

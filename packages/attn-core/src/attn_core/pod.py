@@ -14,8 +14,7 @@ from .errors import needs
 from .options import Dtype
 from .pod_batch import BatchPODWithPagedKVCacheWrapper, pod_dtypes
 from .single import single_prefill_with_kv_cache
-
-Scale = float | torch.Tensor | None
+from .tracing import Scale
 
 
 class PODWithPagedKVCacheWrapper:

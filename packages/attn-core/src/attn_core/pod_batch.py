@@ -14,8 +14,8 @@ from .planner import plan_all
 from .prefill_common import mask_mode
 from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
 from .problem import MaskMode
+from .tracing import Scale
 
-Scale = float | torch.Tensor | None
 Two = tuple[torch.Tensor, torch.Tensor]
 
 

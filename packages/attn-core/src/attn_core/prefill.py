@@ -1,5 +1,6 @@
 """Prefill entry points, under upstream's module name."""
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from .not_here import refusing
@@ -16,6 +17,4 @@ __all__ = [
 
 
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        return refusing("prefill", name)
+    __getattr__ = partial(refusing, "prefill")

@@ -334,8 +334,7 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         changes = forward_changes(
             pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
         )
-        q_scale = self._scaled_q(changes)
-        with self._forward_causal(causal, changes):
+        with self._forwarded(changes, causal=causal) as q_scale:
             out = self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
         assert isinstance(out, torch.Tensor)
         return out
@@ -359,8 +358,7 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         changes = forward_changes(
             pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
         )
-        q_scale = self._scaled_q(changes)
-        with self._forward_causal(causal, changes):
+        with self._forwarded(changes, causal=causal) as q_scale:
             both = self.run(
                 q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=True
             )

@@ -231,8 +231,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         changes = forward_changes(
             pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
         )
-        q_scale = self._scaled_q(changes)
-        with self._forward_causal(causal, changes):
+        with self._forwarded(changes, causal=causal) as q_scale:
             out = self.run(q, k, v, q_scale=q_scale)
         assert isinstance(out, torch.Tensor)
         return out
@@ -255,8 +254,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         changes = forward_changes(
             pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
         )
-        q_scale = self._scaled_q(changes)
-        with self._forward_causal(causal, changes):
+        with self._forwarded(changes, causal=causal) as q_scale:
             both = self.run(q, k, v, q_scale=q_scale, return_lse=True)
         assert isinstance(both, tuple)
         return both

@@ -128,10 +128,7 @@ def screen(
     Raises:
         NoRoute: ``requested`` names nothing that is installed.
     """
-    known = [b.name for b in backends] + [f"{b.name}/{p.name}" for b in backends for p in b.paths]
-    if requested != AUTO and requested not in known:
-        names = ", ".join([AUTO, *(b.name for b in backends)])
-        raise NoRoute(f"backend: needs one of {names}, got {requested!r} [core.backend-name]", ())
+    check_requested(requested, backends, (f"{b.name}/{p.name}" for b in backends for p in b.paths))
     found = []
     for backend in backends:
         # One that was not asked for is not asked either: its faults are no concern of this call.
@@ -151,6 +148,14 @@ def screen(
     prefer = requested == AUTO and pinned is None  # a choice that is not ours is not judged for speed
     pairs = measured.about(target, problem) if prefer else ()
     return Screened(target, problem, graph, requested, tuple(found), prefer, pairs)
+
+
+def check_requested(requested: str, backends: Sequence[Backend], candidates: Iterable[str]) -> None:
+    """Raise NoRoute where a request names neither a backend nor a candidate."""
+    owners = [b.name for b in backends]
+    if requested not in (AUTO, *owners, *candidates):
+        names = ", ".join([AUTO, *owners])
+        raise NoRoute(f"backend: needs one of {names}, got {requested!r} [core.backend-name]", ())
 
 
 def unavailable(backend: Backend, target: DeviceTarget, requested: str) -> Reason | None:

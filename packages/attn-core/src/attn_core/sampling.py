@@ -6,6 +6,7 @@ row of ``draft_probs`` given with it (Leviathan, Kalman, Matias 2023; Chen et al
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -284,6 +285,4 @@ def _check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None
 
 
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        return refusing("sampling", name)
+    __getattr__ = partial(refusing, "sampling")

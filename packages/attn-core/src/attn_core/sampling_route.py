@@ -17,7 +17,7 @@ from .backend import Backend, SamplingBackend, SamplingPath
 from .capability import ARCH
 from .errors import NoRoute, Unsupported
 from .reasons import Code, Reason, Stage
-from .route import AUTO, NOT_REQUESTED, Verdict, unavailable
+from .route import AUTO, NOT_REQUESTED, Verdict, check_requested, unavailable
 from .target import DeviceTarget
 
 OP = "chain_sampling"
@@ -99,10 +99,7 @@ def screen(
     Raises:
         NoRoute: ``requested`` names nothing that is installed.
     """
-    known = [b.name for b in backends] + [f"{b.name}/{p.name}" for b in backends for p in paths_of(b)]
-    if requested != AUTO and requested not in known:
-        names = ", ".join([AUTO, *(b.name for b in backends)])
-        raise NoRoute(f"backend: needs one of {names}, got {requested!r} [core.backend-name]", ())
+    check_requested(requested, backends, (f"{b.name}/{p.name}" for b in backends for p in paths_of(b)))
     found, without = [], []
     for backend in backends:
         asked_for = requested == AUTO or requested.split("/")[0] == backend.name

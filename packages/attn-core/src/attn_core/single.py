@@ -18,25 +18,16 @@ from .prefill_common import mask_mode
 from .problem import AttentionProblem, MaskMode, Op, RaggedKV, check_kv_order
 from .route import AUTO
 from .state import PlanState
-from .wrapper import AttentionWrapper
-
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-Scale = float | torch.Tensor | None
+from .tracing import Result, Scale
+from .wrapper import OwnWorkspace
 
 
-class _OneCall(AttentionWrapper):
-    """A wrapper planned for a call, which brings its own workspace."""
+class _OneCall(OwnWorkspace):
+    """A wrapper planned for a call."""
 
     def __init__(self, device: torch.device, backend: str) -> None:
-        super().__init__(torch.empty(0, dtype=torch.uint8, device=device), "NHD", backend, None)
+        super().__init__(device, "NHD", backend)
         self.kept: dict[object, PlanState] = {}
-
-    def _available(self) -> None:
-        return None
-
-    def _provide(self, workspace_bytes: int) -> None:
-        if self._float_workspace_buffer.numel() < workspace_bytes:
-            self._float_workspace_buffer = torch.empty(workspace_bytes, dtype=torch.uint8, device=self.device)
 
     def _refuse_eager_capture(self) -> None:
         """Captured are plans that an earlier call made; see :func:`_replayable`."""

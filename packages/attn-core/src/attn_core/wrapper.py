@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -192,11 +193,33 @@ class AttentionWrapper(EngineView):
             return q_scale
         return wanted / was * (1.0 if q_scale is None else q_scale)
 
-    def _forward_causal(self, causal: bool, changes: dict[str, Any]) -> AbstractContextManager[None]:
-        """Hold the arguments of a deprecated prefill ``forward`` for one call; a custom mask stays."""
+    @contextmanager
+    def _forwarded(
+        self, changes: dict[str, Any], q_scale: state.Scale | None = None, *, causal: bool = False
+    ) -> Iterator[state.Scale | None]:
+        """Hold the arguments of a deprecated ``forward`` for one call; gives the scale of q to run it with.
+
+        A custom mask stays where ``causal`` is asked for.
+        """
+        q_scale = self._scaled_q(changes, q_scale)
         if causal and self._planned().query.problem.mask is not MaskMode.CUSTOM:
             changes["mask"] = MaskMode.CAUSAL
-        return self._for_one_call(**changes)
+        with self._for_one_call(**changes):
+            yield q_scale
+
+
+class OwnWorkspace(AttentionWrapper):
+    """A wrapper that grows its float workspace to what a plan asks for."""
+
+    def __init__(self, device: str | torch.device, kv_layout: str, backend: str) -> None:
+        super().__init__(torch.empty(0, dtype=torch.uint8, device=device), kv_layout, backend, None)
+
+    def _available(self) -> None:
+        return None
+
+    def _provide(self, workspace_bytes: int) -> None:
+        if self._float_workspace_buffer.numel() < workspace_bytes:
+            self._float_workspace_buffer = torch.empty(workspace_bytes, dtype=torch.uint8, device=self.device)
 
 
 def _set_scales(s: PlanState, io: RunIO, q_scale: object, k_scale: object, v_scale: object) -> None:
