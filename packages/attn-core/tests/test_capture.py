@@ -6,19 +6,21 @@ import pickle
 import pytest
 import torch
 
-from attn_core import batch as batch_module
-from attn_core import capture, single
+from attn_core import arguments, capture, single
+from attn_core.attention import BatchAttention
 from attn_core.capability import Capability, GraphSupport
 from attn_core.cascade import MultiLevelCascadeAttentionWrapper
 from attn_core.decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache
 from attn_core.fast_plan import fast_decode_plan
 from attn_core.mla import BatchMLAPagedAttentionWrapper
+from attn_core.pod import BatchPODWithPagedKVCacheWrapper
 from attn_core.prefill import (
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
     single_prefill_with_kv_cache,
 )
 from attn_core.problem import Op
+from attn_core.sparse import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper
 
 from .fakes import FakeBackend
 from .kit import SIZES, ints, pages, workspace
@@ -39,64 +41,113 @@ def stream(monkeypatch):
 
 QO = ints(0, 2, 3)
 TABLE = pages([7, 5]).table
+BLOCKS = ints(0, 1, 2), ints(0, 1)
+SIZES_OF_BLOCKS = torch.tensor([[2, 2]])
+MAP = torch.eye(2, dtype=torch.bool)[None]
 
 
-def _mla(w):
-    w.plan(QO, TABLE[0], TABLE[1], ints(7, 5), 4, 8, 4, 4, True, 1.0, torch.float32, torch.float32)
+def _away(*arrays):
+    """The same arrays on a device that nothing can be fetched from, as during a capture."""
+    return [array.to("meta") for array in arrays]
 
 
-def _decode(make=BatchDecodeWithPagedKVCacheWrapper):
-    wrapper = make(workspace())
+def _decode(space=None):
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace() if space is None else space)
     wrapper.plan(*TABLE, *SIZES)
     return wrapper
 
 
-def _fast(wrapper):
-    fast_decode_plan(wrapper, *TABLE, *SIZES)
+def _planner(wrapper):
+    """Return what holds the plan of a wrapper."""
+    return getattr(wrapper, "_paged", getattr(wrapper, "_prefill", wrapper))
 
 
-def _both(*arrays):
-    return [[array] * 2 for array in arrays]
-
-
+# Constructor, arrays, and a plan of a wrapper with such arrays.
 PLANS = {
-    "decode": (_decode, lambda w: w.plan(*TABLE, *SIZES)),
-    "decode size": (_decode, lambda w: w.workspace_size(*TABLE, *SIZES)),
-    "fast": (_decode, _fast),
-    "paged": (
-        lambda: BatchPrefillWithPagedKVCacheWrapper(workspace()),
-        lambda w: w.plan(QO, *TABLE, *SIZES),
+    "decode": (BatchDecodeWithPagedKVCacheWrapper, TABLE, lambda w, *a: w.plan(*a, *SIZES)),
+    "fast": (_decode, TABLE, lambda w, *a: fast_decode_plan(w, *a, *SIZES)),
+    "paged": (BatchPrefillWithPagedKVCacheWrapper, (QO, *TABLE), lambda w, *a: w.plan(*a, *SIZES)),
+    "ragged": (BatchPrefillWithRaggedKVCacheWrapper, (QO, QO), lambda w, *a: w.plan(*a, 4, 2, 8)),
+    "latent": (
+        BatchMLAPagedAttentionWrapper,
+        (QO, *TABLE[:2], ints(7, 5)),
+        lambda w, *a: w.plan(*a, 4, 8, 4, 4, True, 1.0, torch.float32, torch.float32),
     ),
-    "ragged": (
-        lambda: BatchPrefillWithRaggedKVCacheWrapper(workspace()),
-        lambda w: w.plan(QO, QO, 4, 2, 8),
+    "attention": (
+        BatchAttention,
+        (QO, *TABLE[:2], ints(7, 5)),
+        lambda w, *a: w.plan(*a, 4, 2, 8, 8, 4),
     ),
-    "latent": (lambda: BatchMLAPagedAttentionWrapper(workspace()), _mla),
     "cascade": (
-        lambda: MultiLevelCascadeAttentionWrapper(2, workspace()),
-        lambda w: w.plan(*_both(QO, *TABLE), *SIZES),
+        lambda space: MultiLevelCascadeAttentionWrapper(2, space),
+        (QO, *TABLE),
+        lambda w, *a: w.plan(*([array] * 2 for array in a), *SIZES),
+    ),
+    "two batches": (
+        BatchPODWithPagedKVCacheWrapper,
+        (QO, *TABLE),
+        lambda w, *a: w.plan(*a, *a, *SIZES),
+    ),
+    "blocks": (BlockSparseAttentionWrapper, BLOCKS, lambda w, *a: w.plan(*a, 4, 4, 2, 2, 4, 2, 8)),
+    "block sizes": (
+        VariableBlockSparseAttentionWrapper,
+        (MAP, SIZES_OF_BLOCKS, SIZES_OF_BLOCKS),
+        lambda w, *a: w.plan(*a, 2, 1, 8),
+    ),
+    "block map": (
+        VariableBlockSparseAttentionWrapper,
+        (MAP,),
+        lambda w, *a: w.plan(*a, SIZES_OF_BLOCKS, SIZES_OF_BLOCKS, 2, 1, 8),
     ),
 }
+REFUSED = r"plan: needs a call outside.*core\.plan-in-capture"
+
+
+def _make(kind, device):
+    make = PLANS[kind][0]
+    if make is BatchAttention:
+        return make(device=device)
+    return make(torch.empty(1 << 20, dtype=torch.uint8, device=device))
 
 
 @pytest.mark.parametrize("kind", PLANS)
-def test_a_plan_during_capture_is_refused_before_an_index_is_fetched(kind, stream, monkeypatch):
+def test_a_plan_during_capture_is_refused_before_an_index_is_fetched(kind, stream):
     """Fetching what lies on the device would end the capture with an error of the runtime's."""
-    make, plan = PLANS[kind]
-    wrapper = make()
-    plan(wrapper)
-    before = getattr(wrapper, "_state", None)
-
-    def fetched(*_, **__):
-        raise AssertionError("an index tensor was fetched")
-
-    for name in ("to_host", "_check_index"):
-        monkeypatch.setattr(batch_module, name, fetched)
-    monkeypatch.setattr("attn_core.kv_lengths.to_host", fetched)
+    _, arrays, plan = PLANS[kind]
+    wrapper = _make(kind, "meta")
+    with pytest.raises(NotImplementedError, match="meta"):  # so a fetch cannot be missed
+        plan(wrapper, *_away(*arrays))
     stream(True)
-    with pytest.raises(RuntimeError, match=r"plan: needs a call outside.*core\.plan-in-capture"):
-        plan(wrapper)
-    assert getattr(wrapper, "_state", None) is before
+    with pytest.raises(RuntimeError, match=REFUSED):
+        plan(wrapper, *_away(*arrays))
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_a_plan_of_host_arrays_during_capture_leaves_the_one_in_force(kind, stream):
+    _, arrays, plan = PLANS[kind]
+    wrapper = _make(kind, "cpu")
+    plan(wrapper, *arrays)
+    before = getattr(_planner(wrapper), "_state", None)
+    stream(True)
+    with pytest.raises(RuntimeError, match=REFUSED):
+        plan(wrapper, *arrays)
+    assert getattr(_planner(wrapper), "_state", None) is before
+
+
+@pytest.mark.parametrize("which", ["custom_mask", "packed_custom_mask"])
+def test_a_mask_during_capture_is_refused_before_it_is_copied(which, stream, monkeypatch):
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace())
+    mask = torch.ones(2 * 7 + 5, dtype=torch.bool)
+    mask = mask if which == "custom_mask" else torch.ones(3, dtype=torch.uint8)
+
+    def copied(*_, **__):
+        raise AssertionError("a mask was copied")
+
+    for name in ("_pack", "_packed"):
+        monkeypatch.setattr(arguments, name, copied)
+    stream(True)
+    with pytest.raises(RuntimeError, match=REFUSED):
+        wrapper.plan(QO, *TABLE, *SIZES, **{which: mask})
 
 
 def tensors(rows=1, kv_len=9, seed=1):

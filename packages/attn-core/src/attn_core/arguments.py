@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from . import capture
 from .batch import HostBatch, to_host
 from .errors import needs
 from .problem import PosEncoding
@@ -112,9 +113,11 @@ def mask_bits(
     Raises:
         TypeError: Wrong element type.
         ValueError: Wrong size, or both were given and differ.
+        RuntimeError: The current stream is being captured.
     """
     if custom_mask is None and packed_custom_mask is None:
         return None
+    capture.refuse_plan(device)  # a copy of the mask, to the device or within it, would be captured
     q_len = (batch.qo_indptr[1:] - batch.qo_indptr[:-1]).long()
     bit_indptr = torch.zeros(q_len.numel() + 1, dtype=torch.int64)
     torch.cumsum(q_len * batch.kv_len.long(), 0, out=bit_indptr[1:])

@@ -6,7 +6,6 @@ from typing import cast
 
 import torch
 
-from . import capture
 from .arguments import refuse
 from .attention_sink import BatchAttentionWithAttentionSinkWrapper
 from .cache_view import unpack
@@ -83,7 +82,6 @@ class BatchAttention(OwnWorkspace):
             NotImplementedError: No backend serves the combination.
         """
         refuse(use_profiler=use_profiler)
-        capture.refuse_plan(self.device)
         problem = make_problem(
             Op.PREFILL_PAGED, (num_qo_heads, num_kv_heads), (head_dim_qk, head_dim_vo), q_data_type,
             kv_data_type, None, PagedKV(page_size, self._kv_layout),

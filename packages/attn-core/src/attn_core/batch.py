@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import torch
 
+from . import capture
 from .errors import needs
 
 INT32_MAX = 2**31 - 1
@@ -181,6 +182,7 @@ def to_host(named: Mapping[str, torch.Tensor], device: torch.device = CPU) -> di
         else:
             away.append(name)
     if away:
+        capture.refuse_plan(device)
         # int64 keeps a value that does not fit int32 visible to narrow.
         packed = torch.cat([named[name].to(torch.int64) for name in away]).cpu()
         for name, part in zip(away, packed.split_with_sizes([named[n].numel() for n in away]), strict=True):
@@ -237,7 +239,6 @@ def first_true(mask: torch.Tensor) -> int:
 
 _FEW = 256
 """Up to so many numbers Python's min() and max() beat a torch operator and two reads of its result."""
-
 
 _HANDFUL = 64
 """Up to so many requests Python integers beat half a dozen torch operators on them."""

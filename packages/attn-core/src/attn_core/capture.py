@@ -13,7 +13,7 @@ def capturing(device: torch.device) -> bool:
 
 
 def refuse_plan(device: torch.device) -> None:
-    """Refuse a plan during capture, before an index tensor is fetched from the device: that ends the capture.
+    """Refuse a plan during capture.
 
     Raises:
         RuntimeError: The current stream is being captured.
@@ -22,3 +22,17 @@ def refuse_plan(device: torch.device) -> None:
         raise RuntimeError(
             needs("plan", "a call outside graph capture", "one during it", "core.plan-in-capture")
         )
+
+
+def fetch(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the CPU; waits for the device where it is not there.
+
+    A copy from the device would end a capture with an error of the runtime's.
+
+    Raises:
+        RuntimeError: It is on a device whose current stream is being captured.
+    """
+    if tensor.device.type == "cpu":
+        return tensor
+    refuse_plan(tensor.device)
+    return tensor.cpu()

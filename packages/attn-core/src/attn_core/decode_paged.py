@@ -9,7 +9,6 @@ from typing import Any, Unpack
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from . import capture
 from .arguments import refuse, split_size
 from .batch import HostBatch, check_drafts_appended, paged_batch
 from .cache_view import CacheView, unpack
@@ -171,7 +170,6 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         page_size: int,
         options: DecodeOptions,
     ) -> tuple[AttentionProblem, HostBatch]:
-        capture.refuse_plan(self.device)
         unknown = options.keys() - DECODE_DEFAULTS.keys()
         if unknown:
             raise TypeError(f"plan: got an unexpected keyword argument {min(unknown)!r} [core.arguments]")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from . import capture, state
+from . import state
 from .arguments import as_dtype, check_workspace, refuse
 from .errors import needs
 from .graph_buffers import latent_buffers
@@ -104,7 +104,6 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             NotImplementedError: No backend serves the combination.
         """
         refuse(use_profiler=use_profiler)
-        capture.refuse_plan(self.device)
         if isinstance(sm_scale, bool) or not isinstance(sm_scale, int | float):
             raise TypeError(needs("sm_scale", "a number", type(sm_scale).__name__, "core.sm-scale"))
         dtype = as_dtype("q_data_type", q_data_type)

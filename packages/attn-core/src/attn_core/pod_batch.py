@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,12 @@ from .problem import MaskMode
 from .tracing import Scale
 
 Two = tuple[torch.Tensor, torch.Tensor]
+
+_PAGED_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(BatchPrefillWithPagedKVCacheWrapper.plan).parameters.items()
+    if parameter.default is not parameter.empty
+}
 
 
 class BatchPODWithPagedKVCacheWrapper:
@@ -97,13 +104,10 @@ class BatchPODWithPagedKVCacheWrapper:
         """
         q_dtype, kv_dtype = pod_dtypes(q_data_type, kv_data_type, data_type)
         shared: dict[str, Any] = {
-            "num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "head_dim_qk": head_dim,
-            "page_size": page_size, "head_dim_vo": None, "custom_mask": None, "packed_custom_mask": None,
-            "causal": False, "pos_encoding_mode": pos_encoding_mode, "sm_scale": sm_scale,
-            "window_left": window_left, "logits_soft_cap": None, "rope_scale": rope_scale,
+            **_PAGED_DEFAULTS, "num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads,
+            "head_dim_qk": head_dim, "page_size": page_size, "pos_encoding_mode": pos_encoding_mode,
+            "sm_scale": sm_scale, "window_left": window_left, "rope_scale": rope_scale,
             "rope_theta": rope_theta, "q_data_type": q_dtype, "kv_data_type": kv_dtype,
-            "o_data_type": None, "seq_lens": None, "seq_lens_q": None, "max_token_per_sequence": None,
-            "max_sequence_kv": None, "fixed_split_size": None, "disable_split_kv": False, "needs_lse": False,
         }  # fmt: skip
         parts = (
             (self._prefill, qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p),

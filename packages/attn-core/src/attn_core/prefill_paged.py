@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from . import capture, tracing
+from . import tracing
 from .arguments import MaskBits, check_workspace, mask_bits, refuse, split_size
 from .batch import HostBatch, paged_batch, size_of
 from .cache_view import CacheView, unpack
@@ -171,7 +171,6 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
 
     def _asked(self, a: dict[str, Any]) -> tuple[AttentionProblem, HostBatch, MaskBits | None]:
         """Turn the arguments of plan() or workspace_size(), by name, into what is asked."""
-        capture.refuse_plan(self.device)
         masks = a["custom_mask"], a["packed_custom_mask"]
         kv_dtype = a["q_data_type"] if a["kv_data_type"] is None else a["kv_data_type"]
         dims = a["head_dim_qk"], a["head_dim_qk"] if a["head_dim_vo"] is None else a["head_dim_vo"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from . import capture, tracing
+from . import tracing
 from .arguments import check_workspace, mask_bits, refuse, split_size
 from .batch import ragged_batch
 from .errors import needs
@@ -146,7 +146,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
             token_pos_in_items_len=token_pos_in_items_len, max_item_len_ptr=max_item_len_ptr,
             v_indptr=v_indptr, o_indptr=o_indptr,
         )  # fmt: skip
-        capture.refuse_plan(self.device)
         mode = mask_mode(causal, custom_mask, packed_custom_mask)
         problem = make_problem(
             Op.PREFILL_RAGGED, (num_qo_heads, num_kv_heads),

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from functools import partial
 
 from . import rules
+from .attempts import Served, first_to_serve, unready
 from .backend import Backend, Path
 from .errors import NoRoute, Unsupported
 from .measured import NOTHING, Finding, Measured, Pair
@@ -18,8 +19,6 @@ from .problem import AttentionProblem
 from .query import GraphLimits, Query
 from .reasons import Code, Reason, Stage, worth_telling
 from .target import DeviceTarget
-
-Served = TypeVar("Served")
 
 AUTO = "auto"
 PINNED = Code(
@@ -201,16 +200,8 @@ def _dynamic(candidate: Candidate, query: Query, *, prefer: bool) -> tuple[Reaso
 
 
 def _prepare(screened: Screened, candidate: Candidate) -> tuple[Reason, ...]:
-    try:
-        reason = candidate.backend.prepare(screened.target, screened.problem, candidate.path.name)
-    except Unsupported as late:
-        if not screened.prefer:
-            raise
-        reason = late.reason
-    if reason is None:
-        screened.prepared.add(candidate.name)
-        return ()
-    return _quieted(candidate.path, (replace(reason, candidate=candidate.name),))
+    ask = partial(candidate.backend.prepare, screened.target, screened.problem, candidate.path.name)
+    return _quieted(candidate.path, unready(ask, candidate.name, screened.prepared, ours=screened.prefer))
 
 
 def choose(screened: Screened, query: Query, *, passed: Iterable[Reason] = ()) -> RouteDecision:
@@ -243,9 +234,13 @@ def choose(screened: Screened, query: Query, *, passed: Iterable[Reason] = ()) -
                 candidate.name, candidate.backend, candidate.path, tuple(refused), screened.requested
             )
         refused.extend(reasons)
+    raise no_route(screened.requested, query.problem.op.value, refused)
+
+
+def no_route(requested: str, op: str, refused: Sequence[Reason]) -> NoRoute:
+    """Return the error for a call that every candidate was refused for."""
     relevant = [r for r in refused if r.code not in (PINNED, NOT_REQUESTED)] or refused
-    p = query.problem
-    raise NoRoute(f"backend: no candidate of {screened.requested!r} can serve {p.op.value}:", relevant)
+    return NoRoute(f"backend: no candidate of {requested!r} can serve {op}:", relevant)
 
 
 def _overruled(
@@ -253,11 +248,11 @@ def _overruled(
 ) -> RouteDecision:
     """Return the decision for ``first``, or for what measurements put in its place."""
 
-    def unready(candidate: Candidate) -> tuple[Reason, ...]:
+    def against(candidate: Candidate) -> tuple[Reason, ...]:
         said = tuple(r for r in passed if r.candidate == candidate.name)
         return said if said or candidate.name in screened.prepared else _prepare(screened, candidate)
 
-    chosen, findings, failed = _fastest(screened, query, first, unready)
+    chosen, findings, failed = _fastest(screened, query, first, against)
     if not findings and not failed:
         return RouteDecision(first.name, first.backend, first.path, tuple(refused), screened.requested)
     beaten = [Reason(MEASURED, f.slower, f.faster, f.where) for f in findings]
@@ -274,7 +269,7 @@ def _fastest(
     screened: Screened,
     query: Query,
     first: Candidate,
-    unready: Callable[[Candidate], tuple[Reason, ...]],
+    against: Callable[[Candidate], tuple[Reason, ...]],
 ) -> tuple[Candidate, tuple[Finding, ...], tuple[Reason, ...]]:
     """Follow measurements from candidate to faster candidate; no candidate is left twice.
 
@@ -293,7 +288,7 @@ def _fastest(
                 continue
             candidate = able[finding.faster]
             left.add(candidate.name)
-            said = _dynamic(candidate, query, prefer=False) or unready(candidate)
+            said = _dynamic(candidate, query, prefer=False) or against(candidate)
             if said:
                 failed.extend(said)
                 continue
@@ -320,15 +315,9 @@ def serve(
         NoRoute: Every candidate was refused.
         Unsupported: A candidate the caller or a captured graph named cannot serve.
     """
-    passed: list[Reason] = []
-    while True:
-        decision = choose(screened, query, passed=passed)
-        try:
-            return decision, attempt(decision)
-        except Unsupported as late:
-            if not screened.prefer:
-                raise
-            passed.append(replace(late.reason, candidate=decision.candidate))
+    return first_to_serve(
+        lambda passed: choose(screened, query, passed=passed), attempt, ours=screened.prefer
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,8 +134,8 @@ def chain_speculative_sampling(
         def take(sampler: Sampler) -> None:
             sampler.backend.sample(sampler.path.name, io)
 
-        chosen, refused = serve(samplers, target, take)
-        notices.announce(target, refused, chosen)
+        chosen = serve(samplers, target, take)
+        notices.announce(target, chosen.refused, chosen.candidate)
     return tokens, accepted, emitted
 
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
 from . import plugins
+from .attempts import first_to_serve, unready
 from .backend import Backend, SamplingBackend, SamplingPath
 from .capability import ARCH
-from .errors import NoRoute, Unsupported
 from .reasons import Code, Reason, Stage
-from .route import AUTO, NOT_REQUESTED, Verdict, check_requested, unavailable
+from .route import AUTO, NOT_REQUESTED, Verdict, check_requested, no_route, unavailable
 from .target import DeviceTarget
 
 OP = "chain_sampling"
@@ -66,6 +66,15 @@ class Sampler:
     path: SamplingPath
     name: str
     refusals: tuple[Reason, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Who takes the step, and the refusals met on the way."""
+
+    candidate: str
+    sampler: Sampler
+    refused: tuple[Reason, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +170,7 @@ def screened(
     return screen(target, problem, registry.backends, requested)
 
 
-def serve(
-    samplers: Samplers, target: DeviceTarget, attempt: Callable[[Sampler], object]
-) -> tuple[str, tuple[Reason, ...]]:
+def serve(samplers: Samplers, target: DeviceTarget, attempt: Callable[[Sampler], object]) -> Chosen:
     """Let the first candidate that can take the step.
 
     Args:
@@ -172,30 +179,30 @@ def serve(
         attempt: Takes the step; may raise Unsupported before it wrote anything.
 
     Returns:
-        The candidate, and the refusals met on the way.
+        The choice that held.
 
     Raises:
         NoRoute: Every candidate was refused.
         Unsupported: A candidate the caller named cannot serve.
     """
-    refused: list[Reason] = []
+
+    def take(chosen: Chosen) -> None:
+        attempt(chosen.sampler)
+
+    chosen, _ = first_to_serve(partial(_choose, samplers, target), take, ours=samplers.requested == AUTO)
+    return chosen
+
+
+def _choose(samplers: Samplers, target: DeviceTarget, passed: Sequence[Reason]) -> Chosen:
+    """Return the first candidate that nothing speaks against; ``passed`` could not serve after all."""
+    ours, refused = samplers.requested == AUTO, list[Reason]()
     for sampler in samplers.found:
-        reasons = sampler.refusals
-        try:
-            if not reasons and sampler.name not in samplers.prepared:
-                unready = sampler.backend.prepare_sampling(target, sampler.path.name)
-                if unready is None:
-                    samplers.prepared.add(sampler.name)
-                else:
-                    reasons = (replace(unready, candidate=sampler.name),)
-            if not reasons:
-                attempt(sampler)
-                return sampler.name, tuple(refused)
-        except Unsupported as late:
-            if samplers.requested != AUTO:
-                raise
-            reasons = (replace(late.reason, candidate=sampler.name),)
+        name = sampler.name
+        reasons = sampler.refusals or tuple(r for r in passed if r.candidate == name)
+        if not reasons and name not in samplers.prepared:
+            ask = partial(sampler.backend.prepare_sampling, target, sampler.path.name)
+            reasons = unready(ask, name, samplers.prepared, ours=ours)
+        if not reasons:
+            return Chosen(name, sampler, tuple(refused))
         refused.extend(reasons)
-    refused += samplers.without
-    relevant = [r for r in refused if r.code is not NOT_REQUESTED] or refused
-    raise NoRoute(f"backend: no candidate of {samplers.requested!r} can serve {OP}:", relevant)
+    raise no_route(samplers.requested, OP, [*refused, *samplers.without])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .batch import INDEX_DTYPES
+from .capture import fetch
 from .errors import needs
 from .options import Dtype, forward_changes
 from .prefill_paged import Result
@@ -80,7 +81,7 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
         if not isinstance(block_mask_map, torch.Tensor) or tuple(block_mask_map.shape) != want:
             got = getattr(block_mask_map, "shape", type(block_mask_map).__name__)
             raise ValueError(needs("block_mask_map", f"shape {want}", got, "core.sparse"))
-        indptr, indices = _keys(block_mask_map.to("cpu") != 0, columns)
+        indptr, indices = _keys(fetch(block_mask_map) != 0, columns)
         self._paged.plan(
             _indptr(rows.reshape(-1)), indptr, indices, torch.ones(indptr.numel() - 1, dtype=torch.int32),
             group, 1, head_dim, 1, causal=causal, pos_encoding_mode=pos_encoding_mode,
@@ -174,7 +175,7 @@ def _sizes(name: str, sizes: object, heads: int) -> torch.Tensor:
         raise TypeError(needs(name, "an int32 or int64 tensor", got, "core.index-type"))
     if sizes.ndim != 2 or sizes.shape[0] != heads:
         raise ValueError(needs(name, f"shape [{heads}, blocks]", tuple(sizes.shape), "core.sparse"))
-    host = sizes.to("cpu", torch.int64)
+    host = fetch(sizes).to(torch.int64)
     if host.numel() and int(host.min()) < 0:
         raise ValueError(needs(name, "0 or more", int(host.min()), "core.sparse"))
     sums = host.sum(1)
