@@ -88,7 +88,7 @@ ELSEWHERE = {
     ],
     102: [f"{COMPILE}/test_cuda_graphs.py::test_decode_is_captured_and_replays_equal_eager"],
     104: [
-        f"{CORE}/test_plugins.py::test_a_wheel_with_an_entry_point_is_enough",
+        f"{CORE}/test_plugins_process.py::test_a_wheel_with_an_entry_point_is_enough",
         f"{CORE}/test_plugins.py::test_hooks_get_the_version_and_the_options_and_may_name_devices",
         f"{CORE}/test_plugins.py::test_a_package_that_fails_is_a_fact_and_harms_no_other",
     ],
