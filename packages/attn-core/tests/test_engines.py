@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from attn_core import fast_decode_plan
+from attn_core.backend import PlanResult, TensorContract
 from attn_core.mla import BatchMLAPagedAttentionWrapper
+from attn_core.planner import plan_all
 from attn_core.problem import MaskMode
 
+from .fakes import FakeBackend
 from .kit import (
     Snapshot,
     close,
@@ -44,6 +47,8 @@ def test_what_vllm_compares_before_every_run():
     assert (decode._window_left, decode._logits_soft_cap, decode._sm_scale) == (5, 30.0, 0.3)
     assert (decode._causal, decode._pos_encoding_mode) == (False, "NONE")
     assert (decode._rope_scale, decode._rope_theta) == (1.0, 1e4)
+    mask = torch.ones(2 * 9 + 3 * 6, dtype=torch.bool)
+    assert prefill(causal=True, custom_mask=mask)[0]._causal is False
     for wrapper in (prefill(causal=True)[0], ragged_wrapper()):
         if wrapper._state is None:
             wrapper.plan(offsets(Q_LENS), offsets([9, 6]), 4, 2, 8, causal=True)
@@ -115,6 +120,39 @@ def test_the_scale_named_in_every_layers_call_costs_no_plan():
     assert wrapper._state.revision == 0
 
 
+def test_the_planned_scale_in_other_words_reaches_no_kernel(monkeypatch):
+    assert 8**-0.5 != 1 / 8**0.5
+    wrapper, p, q = prefill()
+    given, run = [], wrapper.run
+    monkeypatch.setattr(wrapper, "run", lambda *a, **o: (given.append(o["q_scale"]), run(*a, **o))[1])
+    for scale, q_scale in ((8**-0.5, None), (1 / 8**0.5, None), (0.5 / 8**0.5, 0.5)):
+        wrapper.forward(q, p.cache, sm_scale=scale)
+        assert given.pop() == q_scale
+
+
+def test_a_scale_beside_a_planned_0_is_planned():
+    wrapper, p, q = prefill(sm_scale=0.0)
+    found = wrapper.forward(q, p.cache, causal=True, sm_scale=0.3)
+    close(found, oracle(q, p.keys, p.values, Q_LENS, causal=True, sm_scale=0.3)[0], 2e-6)
+
+
+def test_a_scale_is_planned_where_the_kernel_takes_none(use):
+    backend = use(FakeBackend("fake", contract=TensorContract(scales=False)))
+    wrapper, p, q = prefill()
+    wrapper.forward(q, p.cache, sm_scale=0.3)
+    assert backend.count("plan") == 2
+
+
+def test_a_custom_mask_stays_whatever_forward_says():
+    mask = torch.rand(2 * 9 + 3 * 6, generator=torch.Generator().manual_seed(2)) < 0.6
+    wrapper, p, q = prefill(custom_mask=mask)
+    plain = wrapper.run(q, p.cache)
+    assert same_bits(wrapper.forward(q, p.cache, causal=True), plain)
+    capped = paged_wrapper()
+    capped.plan(offsets(Q_LENS), *p.table, *SIZES, custom_mask=mask, logits_soft_cap=0.4, **F32)
+    assert same_bits(wrapper.forward(q, p.cache, causal=True, logits_soft_cap=0.4), capped.run(q, p.cache))
+
+
 def test_a_scale_joins_that_of_q_in_decode():
     wrapper, p, q = decode_graph(2, 12), pages([9, 6]), queries(2, 4, 8)
     wrapper.plan(*p.table, *SIZES, sm_scale=0.7, **F32)
@@ -157,3 +195,34 @@ def test_what_was_planned_for_another_batch_is_not_taken():
     out = wrapper.forward(q, again.cache, causal=True)
     close(out, oracle(q, again.keys, again.values, [4, 1], causal=True)[0], 2e-6)
     assert wrapper._state.query.problem.mask is MaskMode.NONE
+
+
+def test_what_all_parts_planned_together_is_not_taken_either():
+    """plan_all() publishes without the wrapper's own plan()."""
+    wrapper, p, q = prefill()
+    wrapper.forward(q, p.cache, causal=True)
+    again, other = pages([4, 12], seed=5), paged_wrapper()
+    other.plan(offsets([4, 1]), *again.table, *SIZES, **F32)
+    planned = other._planned()
+    plan_all([(wrapper, planned.query.problem, planned.batch)])
+    out = wrapper.forward(q, again.cache, causal=True)
+    close(out, oracle(q, again.keys, again.values, [4, 1], causal=True)[0], 2e-6)
+
+
+def test_a_plan_within_a_changed_call_stays_in_force():
+    wrapper, p, _ = prefill()
+    with wrapper._for_one_call(window_left=3):
+        wrapper.plan(offsets(Q_LENS), *p.table, *SIZES, sm_scale=0.5, **F32)
+    assert (wrapper._window_left, wrapper._sm_scale) == (-1, 0.5)
+
+
+def test_what_was_planned_before_needs_its_workspace_still(use):
+    def plan(query, path, batch):
+        return PlanResult("launch", workspace_bytes=0 if query.problem.window_left < 0 else 48)
+
+    use(FakeBackend("fake", plan=plan))
+    wrapper, p, q = prefill()
+    wrapper.forward(q, p.cache, window_left=3)
+    wrapper.reset_workspace_buffer(workspace(32), workspace(32))
+    with pytest.raises(ValueError, match=r"float_workspace_buffer: needs 48 bytes, got 32"):
+        wrapper.forward(q, p.cache, window_left=3)

@@ -32,6 +32,8 @@ class Sampler(FakeBackend):
 
     def prepare_sampling(self, target, path):
         self.asked_ready += 1
+        if isinstance(self.unready, Exception):
+            raise self.unready
         return self.unready
 
     def sample(self, path, io):
@@ -45,12 +47,14 @@ def test_a_better_ranked_backend_takes_the_step_and_gives_the_same(use):
     case = random_case(7, 3, 40)
     want = run(case, **SEEDS)
     backend = use(Sampler())
-    assert run(case, **SEEDS) == want
-    assert [path for path, _ in backend.sampled] == ["only"]
+    for _ in range(2):
+        assert run(case, **SEEDS) == want
+    assert [path for path, _ in backend.sampled] == ["only"] * 2
     assert run(case, **SEEDS, backend="reference") == want
     assert run(case, **SEEDS, backend="reference/torch") == want
-    assert len(backend.sampled) == 1
-    assert run(case, **SEEDS, backend="fake/only") == want
+    assert len(backend.sampled) == 2
+    for _ in range(2):
+        assert run(case, **SEEDS, backend="fake/only") == want
     assert backend.asked_ready == 2  # once for each name it was asked by, not once per call
 
 
@@ -81,14 +85,15 @@ def test_nobody_is_asked_for_an_empty_batch(use):
 
 
 REFUSALS = [
-    ({"unavailable": Reason(ABSENT, "fake", "a library")}, "fake.absent"),
-    ({"unready": Reason(BUILD, "fake", "kernels")}, "fake.build"),
-    ({"late": Unsupported(Reason(WRONG, "fake", 3))}, "fake.wrong"),
+    ({"unavailable": Reason(ABSENT, "fake", "a library")}, "fake.absent", NoRoute),
+    ({"unready": Reason(BUILD, "fake", "kernels")}, "fake.build", NoRoute),
+    ({"unready": Unsupported(Reason(BUILD, "fake", "kernels"))}, "fake.build", Unsupported),
+    ({"late": Unsupported(Reason(WRONG, "fake", 3))}, "fake.wrong", Unsupported),
 ]
 
 
-@pytest.mark.parametrize(("made", "slug"), REFUSALS, ids=lambda value: str(value)[:12])
-def test_auto_goes_on_and_says_why_once(use, caplog, made, slug):
+@pytest.mark.parametrize(("made", "slug", "error"), REFUSALS, ids=lambda value: str(value)[:12])
+def test_auto_goes_on_and_says_why_once(use, caplog, made, slug, error):
     case = random_case(3, 2, 9)
     want = run(case, **SEEDS)
     backend = use(Sampler(**made))
@@ -99,12 +104,13 @@ def test_auto_goes_on_and_says_why_once(use, caplog, made, slug):
     assert "using reference/torch" in caplog.text
 
 
-@pytest.mark.parametrize(("made", "slug"), REFUSALS, ids=lambda value: str(value)[:12])
-def test_a_named_backend_raises_and_nothing_is_written(use, made, slug):
+@pytest.mark.parametrize(("made", "slug", "error"), REFUSALS, ids=lambda value: str(value)[:12])
+def test_a_named_backend_raises_and_nothing_is_written(use, made, slug, error):
     use(Sampler(**made))
     counter = torch.full((3,), 5, dtype=torch.int32)
-    with pytest.raises((NoRoute, Unsupported), match=slug.replace(".", r"\.")):
+    with pytest.raises((NoRoute, Unsupported), match=slug.replace(".", r"\.")) as raised:
         chain_speculative_sampling(*random_case(3, 2, 9), counter, backend="fake", **SEEDS)
+    assert raised.type is error
     assert counter.tolist() == [5, 5, 5]
 
 
@@ -123,6 +129,29 @@ def test_what_a_path_does_not_take_is_told(use):
         ("core.probs-dtype", "bfloat16, float32", "float64"),
         ("core.vocab-size", 8, 9),
     ]
+
+
+def test_what_a_path_takes_up_to_it_takes(use):
+    backend = use(Sampler("fake", SamplingPath(name="s", archs=None, dtypes=FLOATS, max_vocab_size=9)))
+    run(random_case(3, 2, 9), **SEEDS, backend="fake")
+    assert len(backend.sampled) == 1
+
+
+def test_one_type_for_both_is_refused_once_and_reasons_name_the_candidate(use):
+    use(Sampler("fake", unavailable=Reason(ABSENT, "fake", "a library")), Sampler("other"))
+    backends = plugins.registry().backends
+    half = sampling_route.SamplingProblem(torch.float16, torch.float16, 9)
+    target = plugins.DeviceTarget("cpu", "cpu", 1, 1)
+    absent, other = sampling_route.screen(target, half, backends).found[:2]
+    assert [(r.candidate, r.code.slug) for r in absent.refusals] == [("fake/only", "fake.absent")]
+    assert [(r.candidate, r.code.slug) for r in other.refusals] == [("other/only", "core.probs-dtype")]
+
+
+def test_who_was_not_asked_is_not_blamed(use):
+    use(Sampler("fake", unavailable=Reason(ABSENT, "fake", "a library")), FakeBackend("without"))
+    with pytest.raises(NoRoute) as raised:
+        run(random_case(3, 2, 9), **SEEDS, backend="fake")
+    assert [reason.candidate for reason in raised.value.reasons] == ["fake/only"]
 
 
 def test_other_devices_paths_are_passed_over_quietly(use, caplog):

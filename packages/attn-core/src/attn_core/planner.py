@@ -270,8 +270,7 @@ class Planner:
     def _plan_instead(self, old: PlanState, problem: AttentionProblem) -> None:
         """Plan another problem for the batch in force, or take what an equal call planned before.
 
-        Layers of a model ask for the same one in turns. In graph mode there is one place for a plan, so
-        nothing is kept.
+        Layers of a model ask for the same one in turns. (In graph mode the problem is frozen: this raises.)
         """
         kept = self._instead
         if kept is not None and kept[0] is old and kept[1].query.problem == problem:
@@ -282,8 +281,7 @@ class Planner:
         if "custom_mask" in old.image:
             mask = MaskBits(old.image["custom_mask"], old.host["mask_indptr"])
         self._plan(problem, old.batch, mask=mask, q_len_per_req=old.q_len_per_req)
-        if self._graph is None:
-            self._instead = (old, self._planned())
+        self._instead = (old, self._planned())
 
     @contextmanager
     def _for_one_call(self, **changes: Any) -> Iterator[None]:
