@@ -222,6 +222,7 @@ def test_every_graph_buffer_is_needed(missing):
         ({"lengths": [4, 0, 9, 16]}, r"kv_len_arr\[0\]: needs 5 to 8, what its 2 pages hold, got 4"),
         ({"lengths": [5, 1, 9, 16]}, r"kv_len_arr\[1\]: needs 0 to 0, what its 0 pages hold, got 1"),
         ({"lengths": [5, 0, 9, -1]}, r"kv_len_arr\[3\].*got -1 \[core.kv-len\]"),
+        ({"lengths": [5, -1, 9, 16]}, r"kv_len_arr\[1\]: needs 0 to 0, what its 0 pages hold, got -1"),
         ({"lengths": [5, 0, 9]}, r"kv_len_arr: needs batch size = 4 entries, got 3"),
         ({"dims": (0, 8)}, r"head_dim_ckv: needs at least 1, got 0 \[core.head-dim\]"),
         ({"page": 0}, r"page_size: needs at least 1, got 0"),

@@ -310,3 +310,31 @@ def test_what_a_path_by_name_cannot_do_is_no_cause_of_a_fallback():
     assert untold.fallback_reason is None
     with pytest.raises(NoRoute, match=r"core.head-dim"):
         decide(fast(by_name=True), REFERENCE, requested="fast")
+
+
+def test_a_decision_that_no_batch_can_change_is_made_once():
+    fake = FakeBackend("fake", paths=[("never", replace(EVERYTHING, ops=frozenset({Op.APPEND}))), "p"])
+    screened = screen(CPU, PROBLEM, [fake, REFERENCE])
+    first = choose(screened, Query(CPU, PROBLEM, SHAPE))
+    longer = Query(CPU, PROBLEM, replace(SHAPE, max_kv_len=90, total_kv=100))
+    assert choose(screened, longer) is first
+    late = choose(screened, longer, passed=[Reason(WRONG, "fake/p", 1)])
+    assert slugs(late.refused) == [("fake/never", "core.op"), ("fake/p", "fake.wrong")]
+    assert late.candidate == "reference/torch"
+    assert choose(screened, longer) is first
+
+
+@pytest.mark.parametrize("kind", ["rule", "build", "passed"])
+def test_a_decision_that_a_batch_or_a_try_may_change_is_made_anew(kind):
+    ready = []
+    slow = [rule(SLOW, lambda q: (9, 1) if q.batch.max_kv_len < 10 else None)] if kind == "rule" else []
+    build = Reason(BUILD, "", "ninja")
+    fake = FakeBackend(
+        "fake", rules=slow, prepare=lambda *_: build if kind == "build" and not ready else None
+    )
+    screened = screen(CPU, PROBLEM, [fake, REFERENCE])
+    passed = [Reason(WRONG, "fake/p", 1)] if kind == "passed" else []
+    assert choose(screened, Query(CPU, PROBLEM, SHAPE), passed=passed).candidate == "reference/torch"
+    ready.append(True)
+    longer = replace(SHAPE, max_kv_len=90, total_kv=100)
+    assert choose(screened, Query(CPU, PROBLEM, longer)).candidate == "fake/p"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .batch import HostBatch, first_true, flat, paged_batch, size_of, to_host
+from .batch import HostBatch, first_true, flat, paged_batch, to_host
 from .errors import needs
 
 
@@ -31,7 +31,6 @@ def batch_of_lengths(
         TypeError: An array has the wrong type.
         ValueError: An array does not fit, or a length is not what the pages of its request hold.
     """
-    size_of("kv_indptr", kv_indptr)
     given = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_len_arr": flat(kv_len_arr)}
     host = to_host(given, device)
     indptr, kv_len = host["kv_indptr"], host["kv_len_arr"]
@@ -40,7 +39,6 @@ def batch_of_lengths(
         raise ValueError(needs("kv_len_arr", want, kv_len.numel(), "core.kv-len"))
     held = indptr.diff()
     wrong = (kv_len < 0) | (kv_len > held * page_size) | (kv_len <= (held - 1) * page_size)
-    wrong &= ~((held == 0) & (kv_len == 0))
     if bool(wrong.any()):
         at = first_true(wrong)
         most = max(0, int(held[at]) * page_size)

@@ -91,7 +91,12 @@ class RouteDecision:
 
 @dataclass(slots=True)
 class Screened:
-    """The batch-independent half of a decision for one (device, problem, capture)."""
+    """The batch-independent half of a decision for one (device, problem, capture).
+
+    Attributes:
+        prepared: Candidates that said they are ready.
+        settled: The decision, once it has been made without asking anything that depends on the batch.
+    """
 
     target: DeviceTarget
     problem: AttentionProblem
@@ -101,6 +106,7 @@ class Screened:
     prefer: bool
     measured: tuple[Pair, ...] = ()
     prepared: set[str] = field(default_factory=set)
+    settled: RouteDecision | None = None
 
 
 def screen(
@@ -192,7 +198,7 @@ def _quieted(path: Path, reasons: tuple[Reason, ...]) -> tuple[Reason, ...]:
 
 def _dynamic(candidate: Candidate, query: Query, *, prefer: bool) -> tuple[Reason, ...]:
     """Per-batch CAPABILITY, then PREFERENCE if the choice is ours, in that order."""
-    said = rules.apply(candidate.rules, query, candidate.path.name, candidate.name)
+    said = rules.ask(candidate.rules, query, candidate.name)
     if not said:
         return ()
     wrong = tuple(r for r in said if r.code.stage is not Stage.PREFERENCE)
@@ -219,20 +225,27 @@ def choose(screened: Screened, query: Query, *, passed: Iterable[Reason] = ()) -
     Raises:
         NoRoute: Every candidate was refused; holds all reasons.
     """
+    if screened.settled is not None and not passed:
+        return screened.settled
     extra = tuple(passed)
+    lasting = not (extra or screened.measured)
     refused: list[Reason] = []
     for candidate in screened.candidates:
         reasons = candidate.refusals or tuple(r for r in extra if r.candidate == candidate.name)
         if not reasons and candidate.rules:
-            reasons = _dynamic(candidate, query, prefer=screened.prefer)
+            reasons, lasting = _dynamic(candidate, query, prefer=screened.prefer), False
         if not reasons and candidate.name not in screened.prepared:
             reasons = _prepare(screened, candidate)
+            lasting = lasting and not reasons
         if not reasons:
             if screened.measured:
                 return _overruled(screened, query, candidate, refused, extra)
-            return RouteDecision(
+            decision = RouteDecision(
                 candidate.name, candidate.backend, candidate.path, tuple(refused), screened.requested
             )
+            if lasting:
+                screened.settled = decision
+            return decision
         refused.extend(reasons)
     raise no_route(screened.requested, query.problem.op.value, refused)
 

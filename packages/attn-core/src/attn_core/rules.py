@@ -47,8 +47,20 @@ class Rule:
 
 def apply(rules: Iterable[Rule], query: Query, path: str, candidate: str) -> tuple[Reason, ...]:
     """Return every reason the rules give, not only the first."""
-    found = (rule.decline(query, path, candidate) for rule in rules)
-    return tuple(reason for reason in found if reason is not None)
+    return ask(about(rules, query.problem.op, path), query, candidate)
+
+
+def ask(rules: Iterable[Rule], query: Query, candidate: str) -> tuple[Reason, ...]:
+    """Return every reason that rules about the query's op and the candidate's path give.
+
+    Called for every plan, so there are no calls but those of the tests.
+    """
+    said = []
+    for rule in rules:
+        found = rule.test(query)
+        if found is not None:
+            said.append(Reason(rule.code, candidate, *found))
+    return tuple(said)
 
 
 def about(rules: Iterable[Rule], op: Op, path: str) -> tuple[Rule, ...]:

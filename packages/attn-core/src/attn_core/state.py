@@ -195,7 +195,7 @@ def check_output(
     """
     if not isinstance(t, torch.Tensor):
         raise TypeError(needs(name, "a tensor", type(t).__name__, f"core.{name}"))
-    if tuple(t.shape) != shape:
+    if t.shape != shape:
         raise ValueError(needs(name, f"shape {shape}", tuple(t.shape), f"core.{name}"))
     if t.dtype is not dtype:
         raise ValueError(needs(name, f"dtype {dtype}", t.dtype, f"core.{name}"))

@@ -112,7 +112,7 @@ class AttentionWrapper(EngineView):
             s = self._planned()
         device, contract = s.device, s.contract
         self._check(s, q, k, v)
-        if contract.q != "any" and (contract.q == "packed" or q.stride(2) != 1):
+        if contract.q != "any" and (contract.q == "packed" or q.stride()[2] != 1):
             q = state.fit_q(contract, q)
         if out is not None:
             state.check_output("out", out, s.out_shape, s.o_dtype, device)
@@ -125,7 +125,7 @@ class AttentionWrapper(EngineView):
         io = RunIO(q, k, v, out, lse, self._float_workspace_buffer)
         if q_scale is not None or k_scale is not None or v_scale is not None:
             _set_scales(s, io, q_scale, k_scale, v_scale)
-        if device.type == "cuda":
+        if q.is_cuda:
             self._refuse_eager_capture()
         s.decision.backend.run(s.launch, s.image, io)
         return (out, lse) if return_lse and lse is not None else out
@@ -155,11 +155,14 @@ class AttentionWrapper(EngineView):
         shape = k.shape
         if shape[1:] != s.kv_tail or shape[0] < rows or k.dtype is not s.kv_dtype or k.device != device:
             state.check_kv(s, "k", k, s.kv_tail)
-        shape = v.shape
-        if shape[1:] != s.v_tail or shape[0] < rows or v.dtype is not s.kv_dtype or v.device != device:
+        # One comparison where v is shaped as k is, which has just been held to the plan.
+        alike = v.shape == shape and s.v_tail == s.kv_tail
+        if not alike or v.dtype is not s.kv_dtype or v.device != device:
             state.check_kv(s, "v", v, s.v_tail)
         contract = s.contract
-        if contract.same_kv_strides or (contract.dense_head_dim and not k.stride(-1) == v.stride(-1) == 1):
+        if contract.same_kv_strides or (
+            contract.dense_head_dim and not k.stride()[-1] == v.stride()[-1] == 1
+        ):
             state.check_contract(contract, k, v)
 
     def _refuse_eager_capture(self) -> None:
