@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attn_core import BatchMLAPagedAttentionWrapper, NoRoute, plugins
+from attn_core import BatchMLAPagedAttentionWrapper, NoRoute, mla, plugins
 from attn_core.capability import LATENT, Capability, Dims
 from attn_core.problem import AttentionProblem, Op, PagedKV
 
@@ -90,6 +90,17 @@ def test_the_sizes_of_deepseek(dtype):
     batch, one = Batch(1, [70, 3], [1, 1], (512, 64), dtype), wrapper("auto")
     batch.plan(one)
     close(one.run(*batch.parts()).float(), batch.want()[0].float(), 3e-2)
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_keys_without_a_rotary_part(joined, monkeypatch):
+    monkeypatch.setattr(mla, "_gathered", None)  # nothing to copy
+    batch, one = Batch(dims=(CKV, 0)), wrapper("auto")
+    batch.plan(one)
+    out, lse = one.run(*batch.parts(joined), return_lse=True)
+    want, want_lse = batch.want()
+    close(out, want)
+    close(lse, want_lse)
 
 
 def test_parts_that_lie_apart_in_one_tensor():
@@ -225,6 +236,7 @@ def test_every_graph_buffer_is_needed(missing):
         ({"lengths": [5, -1, 9, 16]}, r"kv_len_arr\[1\]: needs 0 to 0, what its 0 pages hold, got -1"),
         ({"lengths": [5, 0, 9]}, r"kv_len_arr: needs batch size = 4 entries, got 3"),
         ({"dims": (0, 8)}, r"head_dim_ckv: needs at least 1, got 0 \[core.head-dim\]"),
+        ({"dims": (8, -1)}, r"head_dim_kpe: needs at least 0, got -1 \[core.head-dim\]"),
         ({"page": 0}, r"page_size: needs at least 1, got 0"),
     ],
 )

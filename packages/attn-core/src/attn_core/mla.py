@@ -89,7 +89,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             kv_len_arr: int32 ``[batch_size]``, tokens of each request; its pages hold exactly these.
             num_heads: Query heads.
             head_dim_ckv: Elements of the compressed key/value, 512 in DeepSeek's models.
-            head_dim_kpe: Elements of the rotary part of a key, 64 there.
+            head_dim_kpe: Elements of the rotary part of a key, 64 there; 0 for keys without one.
             page_size: Tokens per page.
             causal: Row i sees keys up to its own position, bottom-right aligned.
             sm_scale: Multiplies ``q @ k``: ``1 / sqrt(head_dim)`` of before the absorption.
@@ -107,11 +107,11 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         if isinstance(sm_scale, bool) or not isinstance(sm_scale, int | float):
             raise TypeError(needs("sm_scale", "a number", type(sm_scale).__name__, "core.sm-scale"))
         dtype = as_dtype("q_data_type", q_data_type)
-        for name, dim in (("head_dim_ckv", head_dim_ckv), ("head_dim_kpe", head_dim_kpe)):
+        for name, dim, least in (("head_dim_ckv", head_dim_ckv, 1), ("head_dim_kpe", head_dim_kpe, 0)):
             if isinstance(dim, bool) or not isinstance(dim, int):
                 raise TypeError(needs(name, "an int", type(dim).__name__, "core.head-dim"))
-            if dim < 1:
-                raise ValueError(needs(name, "at least 1", dim, "core.head-dim"))
+            if dim < least:
+                raise ValueError(needs(name, f"at least {least}", dim, "core.head-dim"))
         problem = AttentionProblem(
             op=Op.PREFILL_PAGED, num_qo_heads=num_heads, num_kv_heads=1,
             head_dim_qk=head_dim_ckv + head_dim_kpe, head_dim_vo=head_dim_ckv, q_dtype=dtype,
@@ -234,6 +234,8 @@ def _check(
 def _joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
     """Return the tensor two parts of the last dimension are views of, or None where they are not."""
     width = first.shape[-1]
+    if second.shape[-1] == 0:
+        return first
     beside = (
         first.dtype is second.dtype
         and first.device == second.device

@@ -39,7 +39,7 @@ CPU_CAPABILITY = Capability(
     q_dtypes=FLOATS,
     kv_dtypes=FLOATS | FP8,
     o_dtypes=FLOATS,
-    head_dims=Dims(at_most=512),
+    head_dims=Dims(at_most=1024),
     masks=frozenset(MaskMode),
     pos_encodings=frozenset(PosEncoding),
     window=True,

@@ -21,7 +21,6 @@
 namespace attn {
 namespace {
 
-constexpr int kMostDims = 512;
 constexpr int kItemWords = sizeof(WorkItem) / sizeof(int32_t);
 constexpr int kCountWords = 4;
 static_assert(sizeof(MergeItem) == sizeof(WorkItem), "both have the same number of words in the image");
@@ -95,7 +94,7 @@ AttendParams problem_params(int q_dtype, int kv_dtype, int o_dtype, int num_qo_h
   require(num_kv_heads > 0 && num_qo_heads > 0 && num_qo_heads % num_kv_heads == 0,
           "native: num_qo_heads needs to be a multiple of num_kv_heads [fa2.native]");
   require(std::min(head_dim_qk, head_dim_vo) > 0 && std::max(head_dim_qk, head_dim_vo) <= kMostDims,
-          "native: head dims need to be 1 to 512 [fa2.native]");
+          "native: head dims need to be 1 to 1024 [fa2.native]");
   AttendParams p = {};
   p.q_dtype = q_dtype, p.kv_dtype = kv_dtype, p.o_dtype = o_dtype;
   p.num_qo_heads = num_qo_heads, p.num_kv_heads = num_kv_heads, p.group = num_qo_heads / num_kv_heads;

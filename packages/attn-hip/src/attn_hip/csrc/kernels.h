@@ -17,6 +17,9 @@
 
 namespace attn {
 
+// Largest head dim, of queries and keys as of values; rows of it lie on the stack.
+constexpr int kMostDims = 1024;
+
 // Vector unit compiled in: "generic", "avx2", "avx512" or "avx512bf16".
 const char* isa_name();
 

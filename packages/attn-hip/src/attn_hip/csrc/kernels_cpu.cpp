@@ -127,7 +127,7 @@ void attend_item(const AttendParams& p, const WorkItem& item, void* scratch) {
 void merge_item(const AttendParams& p, const MergeItem& item) {
   const Rows rows = rows_of(p, item.request, item.q_tile);
   const WorkItem whole = {item.request, item.q_tile, item.kv_head, 1, 0, rows.kv_len, -1, 0};
-  alignas(64) float row[512];
+  alignas(64) float row[kMostDims];
   for (int i = 0; i < rows.count; i++) {
     RowMerge merge{row, p.head_dim_vo};
     std::memset(row, 0, size_t(p.head_dim_vo) * sizeof(float));
@@ -148,7 +148,7 @@ void append_rows(const AppendParams& p, int64_t begin, int64_t end) {
       std::memcpy(target, source, size_t(n) * size_t(to));
       return;
     }
-    alignas(64) float row[512];
+    alignas(64) float row[kMostDims];
     load_row(row, source, p.key_dtype, n);
     store_row(target, row, p.kv_dtype, n);
   };
