@@ -26,7 +26,18 @@ from flashinfer.decode import fast_decode_plan, trtllm_batch_decode_with_kv_cach
 from flashinfer.decode import _get_range_buf, get_seq_lens
 from flashinfer.jit import JitSpec, build_jit_specs
 from flashinfer.jit.attention.modules import gen_pod_module
-from flashinfer.jit.core import check_cuda_arch
+from flashinfer.attention._core import BatchAttention
+from flashinfer.cudnn.prefill import cudnn_batch_prefill_with_kv_cache
+from flashinfer.cutile.cutile_common import is_cuda_tile_available
+from flashinfer.gemm import SegmentGEMMWrapper
+from flashinfer.jit.attention.variants import attention_sink_decl
+from flashinfer.jit.core import check_cuda_arch, logger
+from flashinfer.jit.utils import filename_safe_dtype_map
+from flashinfer.norm import rmsnorm
+from flashinfer.prefill import gen_batch_prefill_module
+from flashinfer.quantization.fp4_quantization import nvfp4_quantize_paged_kv_cache
+from flashinfer.rocm.aiter_utils import is_aiter_supported
+from flashinfer.triton.cascade import merge_states, variable_length_merge_states
 from flashinfer.page import append_paged_kv_cache
 from flashinfer.rope import apply_rope
 from flashinfer.sparse import BlockSparseAttentionWrapper
@@ -40,13 +51,29 @@ assert flashinfer.decode.fast_decode_plan is fast_decode_plan is attn_core.fast_
 assert flashinfer.cascade.merge_state is merge_state is flashinfer.merge_state
 assert flashinfer.sparse.BlockSparseAttentionWrapper is attn_core.BlockSparseAttentionWrapper
 assert check_cuda_arch() is None
+import torch
+assert BatchAttention is attn_core.BatchAttention and merge_states is attn_core.merge_states
+assert not is_cuda_tile_available() and not is_aiter_supported(torch.device("cpu"))
+assert isinstance(gen_batch_prefill_module("fa2"), JitSpec) and logger.name == "attn_core"
+assert filename_safe_dtype_map[torch.bfloat16] == "bf16" and set(attention_sink_decl) == {"fa2", "fa3"}
+assert flashinfer.utils.get_device_sm_count("cpu") == torch.get_num_threads()
+assert flashinfer.utils.canonicalize_torch_dtype("float16") is torch.float16
+assert flashinfer.utils.is_float8(torch.empty(0, dtype=torch.float8_e4m3fn))
+with flashinfer.autotune(True):
+    pass
+for part in ("fused_moe", "comm", "autotuner", "nonsense"):  # found means installed, to programs that look
+    assert find_spec("flashinfer." + part) is None
 assert get_seq_lens is attn_core.get_seq_lens
 assert _get_range_buf(3, "cpu").tolist() == [0, 1, 2]
 assert build_jit_specs([gen_pod_module(1, x=2)]) is None and isinstance(gen_pod_module(), JitSpec)
 assert get_compute_capability("cpu") == (0, 0) and not is_sm90a_supported("cpu")
 assert MaskMode.CUSTOM.value == 2 and flashinfer.utils.next_positive_power_of_2(17) == 32
 assert get_alibi_slopes(2).tolist() == [2**-4, 2**-8]
-for call in (xqa, trtllm_batch_decode_with_kv_cache, apply_rope, flashinfer.softmax, FP4Tensor):
+for call in (
+    xqa, trtllm_batch_decode_with_kv_cache, apply_rope, flashinfer.softmax, FP4Tensor, rmsnorm, SegmentGEMMWrapper,
+    SegmentGEMMWrapper.run, cudnn_batch_prefill_with_kv_cache, nvfp4_quantize_paged_kv_cache,
+    variable_length_merge_states, flashinfer.activation.silu_and_mul, flashinfer.cutlass_fused_moe,
+):
     try:
         call(1)
     except NotImplementedError as error:

@@ -135,7 +135,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         """
         if legacy:
             warnings.warn(
-                "plan: options by position are deprecated, pass them by keyword",
+                "plan: passing options positionally is deprecated, pass them by keyword",
                 DeprecationWarning,
                 stacklevel=2,
             )
@@ -208,13 +208,15 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         if isinstance(q_len, bool) or not isinstance(q_len, int):
             raise TypeError(needs("q_len_per_req", "an int", type(q_len).__name__, "core.q-len"))
         if q_len < 1:
-            raise ValueError(needs("q_len_per_req", "at least 1", q_len, "core.q-len"))
+            raise ValueError(
+                needs("q_len_per_req", "at least 1 (q_len_per_req must be >= 1)", q_len, "core.q-len")
+            )
         if q_len > 1 and not self._use_tensor_cores:
             want = "use_tensor_cores=True on the wrapper for more than 1"
             raise ValueError(needs("q_len_per_req", want, q_len, "core.q-len"))
         frozen = self._state.q_len_per_req if self._state is not None and self._graph is not None else None
         if frozen is not None and frozen != q_len:
-            want = f"{frozen}, frozen by the first plan of this CUDA-graph wrapper"
+            want = f"{frozen}, of the frozen cudagraph shape of this wrapper's first plan"
             raise ValueError(
                 f"{needs('q_len_per_req', want, q_len, 'core.graph-frozen')}; see DecodePlanPool"
             )

@@ -1,0 +1,219 @@
+"""What the modules under upstream's name hold beside attention: device queries, and builds of kernels.
+
+A program asks a library such things before it attends. Here no device has another vendor's features, and
+there is no kernel to build ahead of use.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
+from typing import Any
+
+import torch
+
+from .errors import needs
+
+Lookup = Callable[[str], object]
+
+
+class JitSpec:
+    """Stands for a kernel that upstream would build; there is nothing to build."""
+
+
+class MissingJITCacheError(RuntimeError):
+    """Upstream's complaint about kernels that were not prebuilt; never raised here."""
+
+
+class GPUArchitectureError(Exception):
+    """Upstream's complaint about a device; never raised here, like the next two."""
+
+
+class LibraryError(Exception):
+    """Upstream's complaint about a library it calls."""
+
+
+class BackendSupportedError(Exception):
+    """Upstream's complaint about a backend."""
+
+
+class PosEncodingMode(Enum):
+    """Upstream's numbers of position encodings."""
+
+    NONE = 0
+    ROPE_LLAMA = 1
+    ALIBI = 2
+
+
+class MaskMode(Enum):
+    """Upstream's numbers of masks."""
+
+    NON_CAUSAL = 0
+    CAUSAL = 1
+    CUSTOM = 2
+    MULTIITEMSCORING = 3
+
+
+class TensorLayout(Enum):
+    """Upstream's numbers of cache layouts."""
+
+    NHD = 0
+    HND = 1
+
+
+class FP4Tensor:
+    """Upstream's NVFP4 tensor, for isinstance(); there are none here."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        raise NotImplementedError(needs("FP4Tensor", "another cache type", "a call", "core.not-here"))
+
+
+def get_compute_capability(device: torch.device | str) -> tuple[int, int]:
+    """Return torch's ``(major, minor)`` of a GPU, ``(0, 0)`` of anything else."""
+    device = torch.device(device)
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def get_device_sm_count(device: torch.device | str) -> int:
+    """Return the compute units that torch tells of a GPU, torch's threads of anything else."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return torch.get_num_threads()
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def get_alibi_slopes(n_heads: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """Return the ALiBi slopes in force, float32 ``[n_heads]``."""
+    from .reference_math import alibi_slopes
+
+    return alibi_slopes(n_heads, torch.device(device or "cpu")).float()
+
+
+def canonicalize_torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """Return a type that is given by itself or by name.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    from .arguments import as_dtype
+
+    return as_dtype("dtype", dtype)
+
+
+def is_float8(x: torch.Tensor) -> bool:
+    """Say whether a tensor has an 8-bit floating-point type."""
+    return x.dtype.is_floating_point and x.dtype.itemsize == 1
+
+
+def next_positive_power_of_2(x: int) -> int:
+    """Return the least power of two that is not below x."""
+    return 1 << max(0, x - 1).bit_length()
+
+
+def last_positive_power_of_2(x: int) -> int:
+    """Return the greatest power of two that is not above x."""
+    return 1 << max(0, x.bit_length() - 1)
+
+
+def ceil_div(x: int, y: int) -> int:
+    """Return x / y rounded up."""
+    return -(-x // y)
+
+
+def round_up(x: int, y: int) -> int:
+    """Return the least multiple of y that is not below x."""
+    return ceil_div(x, y) * y
+
+
+def autotune(*args: object, **kwargs: object) -> AbstractContextManager[None]:
+    """Return a context in which nothing is different: ``attn tune`` measures, once, outside the program."""
+    return nullcontext()
+
+
+def no(*args: object, **kwargs: object) -> bool:
+    """Return False: the feature of another vendor's device, or of a fork's backend, is not there."""
+    return False
+
+
+def jit(wanted: str) -> object:
+    """Return a stand-in for what builds kernels ahead of time.
+
+    Raises:
+        KeyError: There is none of that name.
+    """
+    return _spec if wanted.startswith("gen_") else JIT[wanted]
+
+
+def fork(wanted: str) -> object:
+    """Return what the AMD fork's tests ask before they choose a backend by name: nothing to choose.
+
+    Raises:
+        KeyError: They ask no such thing.
+    """
+    return FORK[wanted]
+
+
+def _spec(*args: object, **kwargs: object) -> JitSpec:
+    return JitSpec()
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    return None
+
+
+def _range(length: int, device: torch.device | str) -> torch.Tensor:
+    return torch.arange(length, dtype=torch.int32, device=device)
+
+
+SHARED = (
+    "FP4Tensor", "GPUArchitectureError", "MaskMode", "PosEncodingMode", "TensorLayout", "_get_range_buf",
+    "canonicalize_torch_dtype", "ceil_div", "device_support_pdl", "determine_attention_backend",
+    "get_alibi_slopes", "get_compute_capability", "get_device_sm_count", "is_float8", "log2e", "round_up",
+)  # fmt: skip
+"""Names of utils that modules of attention have too."""
+UTILS: dict[str, Any] = {
+    "BackendSupportedError": BackendSupportedError, "FP4Tensor": FP4Tensor,
+    "GPUArchitectureError": GPUArchitectureError, "LibraryError": LibraryError, "MaskMode": MaskMode,
+    "PosEncodingMode": PosEncodingMode, "TensorLayout": TensorLayout, "_get_range_buf": _range,
+    "canonicalize_torch_dtype": canonicalize_torch_dtype, "ceil_div": ceil_div,
+    "determine_attention_backend": lambda *args, **kwargs: "fa2", "get_alibi_slopes": get_alibi_slopes,
+    "get_compute_capability": get_compute_capability, "get_device_sm_count": get_device_sm_count,
+    "has_flashinfer_jit_cache": lambda: True, "is_float8": is_float8,
+    "last_positive_power_of_2": last_positive_power_of_2, "log2e": math.log2(math.e),
+    "next_positive_power_of_2": next_positive_power_of_2, "round_up": round_up,
+    **dict.fromkeys(
+        (
+            "device_support_pdl", "has_cuda_cudart", "is_cutlass_backend_supported", "is_cvt_rs_supported",
+            "is_fa3_backend_supported", "is_fa3_prefill_head_dim_supported", "is_sm90a_supported",
+            "is_sm100a_supported", "is_sm100f_supported", "is_sm110a_supported", "is_sm120a_supported",
+            "is_sm120f_supported", "is_sm121a_supported", "is_sm12x_supported",
+        ),
+        no,
+    ),
+}  # fmt: skip
+JIT: dict[str, Any] = {
+    "JitSpec": JitSpec, "MissingJITCacheError": MissingJITCacheError, "build_jit_specs": _nothing,
+    "check_cuda_arch": _nothing, "logger": logging.getLogger("attn_core"),
+    "filename_safe_dtype_map": {
+        torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",
+        torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32", torch.uint32: "u32", torch.int64: "i64",
+        torch.uint64: "u64",
+    },
+    # The source of a kernel there; a name is enough for who hands it back to a wrapper.
+    "attention_sink_decl": {"fa2": "AttentionSink", "fa3": "AttentionSink"},
+}  # fmt: skip
+FORK: dict[str, Any] = {
+    "_aiter_native_page_sizes": frozenset, "_device_arch": _nothing, "aiter_softcap_defect_arch": _nothing,
+    "capability_reason": lambda *args: "asked of attn-core: see attn explain",
+    **dict.fromkeys(
+        (
+            "_aiter_native_paging_available", "_aiter_ops_importable", "capability_available",
+            "is_aiter_supported",
+        ),
+        no,
+    ),
+}  # fmt: skip
