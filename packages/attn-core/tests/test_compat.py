@@ -70,8 +70,9 @@ assert get_compute_capability("cpu") == (0, 0) and not is_sm90a_supported("cpu")
 assert MaskMode.CUSTOM.value == 2 and flashinfer.utils.next_positive_power_of_2(17) == 32
 assert get_alibi_slopes(2).tolist() == [2**-4, 2**-8]
 for call in (
-    xqa, trtllm_batch_decode_with_kv_cache, apply_rope, flashinfer.softmax, FP4Tensor, rmsnorm, SegmentGEMMWrapper,
-    SegmentGEMMWrapper.run, cudnn_batch_prefill_with_kv_cache, nvfp4_quantize_paged_kv_cache,
+    xqa, trtllm_batch_decode_with_kv_cache, apply_rope, flashinfer.softmax, FP4Tensor, rmsnorm,
+    SegmentGEMMWrapper, SegmentGEMMWrapper.run, cudnn_batch_prefill_with_kv_cache,
+    nvfp4_quantize_paged_kv_cache,
     variable_length_merge_states, flashinfer.activation.silu_and_mul, flashinfer.cutlass_fused_moe,
 ):
     try:

@@ -71,7 +71,8 @@ def test_q_len_is_frozen_by_the_first_plan_in_both_directions(first, then):
     want, kept = wrapper.run(q, p.cache), Snapshot.of(wrapper)
     for _ in range(2):
         with pytest.raises(
-            ValueError, match=f"q_len_per_req: needs {first}, frozen.*got {then}.*DecodePlanPool"
+            ValueError,
+            match=f"q_len_per_req: needs {first}, of the frozen cudagraph shape.*got {then}.*DecodePlanPool",
         ):
             wrapper.plan(*p.table, *SIZES, q_data_type="float32", q_len_per_req=then)
         kept.require(wrapper)

@@ -42,11 +42,8 @@ def test_wide_heads_are_right_whole_and_split(head_dim_qk, head_dim_vo, dtype, r
 def test_latent_attention_is_served_by_name():
     torch.manual_seed(0)
     wrapper = attn_core.BatchMLAPagedAttentionWrapper(torch.empty(1 << 24, dtype=torch.uint8), backend="fa2")
-    int32 = torch.int32
-    wrapper.plan(
-        torch.tensor([0, 2], dtype=int32), torch.tensor([0, 2], dtype=int32), torch.tensor([1, 0], dtype=int32),
-        torch.tensor([21], dtype=int32), 16, 512, 64, 16, True, 576**-0.5, torch.float16, torch.float16,
-    )  # fmt: skip
+    arrays = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2], [0, 2], [1, 0], [21]))
+    wrapper.plan(*arrays, 16, 512, 64, 16, True, 576**-0.5, torch.float16, torch.float16)
     q, cache = torch.randn(2, 16, 576).half(), torch.randn(2, 16, 576).half()
     out, lse = wrapper.run(q[..., :512], q[..., 512:], cache[..., :512], cache[..., 512:], return_lse=True)
     keys = cache[[1, 0]].reshape(32, 1, 576)[:21]
