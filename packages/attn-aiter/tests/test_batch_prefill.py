@@ -9,6 +9,7 @@ import torch
 
 from attn_aiter import rows
 from attn_aiter.backend import AiterBackend
+from attn_aiter.routes import batch_prefill
 from attn_core.backend import RunIO
 from attn_core.batch import paged_batch
 from attn_core.problem import MaskMode, Op
@@ -122,6 +123,30 @@ def test_a_cache_beyond_32_bits_is_refused_where_offsets_are_narrow(
     backend = backend_of(fake, "0.1.12")
     assert backend.plan(query(wide, batch), rows.NATIVE, batch).launch.narrow is False
     assert backend_of(fake).plan(query(p, batch_of(16)), rows.NATIVE, batch_of(16)).launch.narrow is False
+
+
+@pytest.mark.parametrize("release", ["0.1.12", "0.1.20"])
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_a_cache_across_4_gib_is_refused_where_pages_are_gathered(
+    fake, problem, query, device_image, monkeypatch, release, which
+) -> None:
+    """The low word of an address wraps without a carry. https://github.com/ROCm/aiter/issues/3824"""
+    p = problem(Op.PREFILL_PAGED, page_size=16)
+    q, k, v = pages(p, 16)
+    reach = k.shape[0] * k.stride(0) * k.element_size()
+    across = k if which == "k" else v
+    start = {id(k): 3 << 32, id(v): 7 << 32, id(across): (5 << 32) - reach}
+    monkeypatch.setattr(batch_prefill, "address", lambda t: start.get(id(t), 0))
+    run(backend_of(fake, release), p, query, device_image, 16, q, k, v)
+    start[id(across)] += 1
+    with pytest.raises(ValueError, match=rf"aiter/native: {which}: needs .*4 GiB.*\[aiter.cache-address\]"):
+        run(backend_of(fake, release), p, query, device_image, 16, q, k, v)
+
+
+def test_pages_of_a_step_may_lie_anywhere(fake, problem, query, device_image, monkeypatch) -> None:
+    monkeypatch.setattr(batch_prefill, "address", lambda t: (1 << 32) - 16)
+    p = problem(Op.PREFILL_PAGED, page_size=128)
+    run(backend_of(fake), p, query, device_image, 128, *pages(p, 128))
 
 
 @pytest.mark.parametrize(

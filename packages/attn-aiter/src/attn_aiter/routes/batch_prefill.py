@@ -24,6 +24,8 @@ from .common import ONE, Call, check_dense, clear, finish, fold_scales, scalar, 
 PAGED_SINCE = "kv_last_page_lens"
 """The parameter that came with pages of more than one token."""
 _WIDE_OFFSETS = version("0.1.13")
+_STEP = 128
+"""Keys of a step of the kernel; smaller pages are gathered with 32-bit offsets from the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class Launch:
         max_q: Most query rows of one request.
         max_kv: Most keys of one request.
         narrow: Offsets into the cache are 32 bits wide in this release.
+        scattered: Pages are smaller than a step of the kernel.
         empty: There is nothing to call the kernel for.
     """
 
@@ -45,6 +48,7 @@ class Launch:
     max_q: int
     max_kv: int
     narrow: bool
+    scattered: bool
     empty: bool
 
 
@@ -67,12 +71,14 @@ class BatchPrefill:
     def plan(self, api: AiterApi, query: Query, batch: HostBatch) -> PlanResult:
         """Fix the scalars."""
         shape, page = batch.shape, query.problem.page_size
+        scattered = page is not None and page < _STEP
         launch = Launch(
             query.problem,
             api.functions[self.call.key],
             max_q_len(query),
             max_kv_len(query),
-            api.release < _WIDE_OFFSETS and page is not None and page < 128,
+            api.release < _WIDE_OFFSETS and scattered,
+            scattered,
             query.graph is None and (shape.total_q == 0 or shape.total_kv == 0),
         )
         image = {"aiter_one": ONE} if query.problem.q_dtype in FP8 else {}
@@ -134,6 +140,22 @@ def _check_cache(launch: Launch, k: torch.Tensor, v: torch.Tensor) -> None:
         if launch.narrow and reach > INT32_MAX:
             want = f"at most {INT32_MAX} bytes of cache before amd-aiter 0.1.13"
             raise ValueError(needs(f"aiter/native: {name}", want, reach, "aiter.cache-bytes"))
+        if launch.scattered and reach <= INT32_MAX:
+            _check_address(name, address(t), reach)
+
+
+def _check_address(name: str, start: int, reach: int) -> None:
+    """Refuse a cache over whose inside the low word of an address wraps: the gather drops the carry."""
+    low = start & 0xFFFFFFFF
+    if low + reach > 1 << 32:
+        want = f"pages of {_STEP}, or no multiple of 4 GiB inside the cache; aiter/gather has no such limit"
+        got = f"{reach} bytes at {start:#x}"
+        raise ValueError(needs(f"aiter/native: {name}", want, got, "aiter.cache-address"))
+
+
+def address(t: torch.Tensor) -> int:
+    """Return where a tensor starts in the device's address space."""
+    return t.data_ptr()
 
 
 def _whole_tokens(t: torch.Tensor) -> bool:
