@@ -29,6 +29,8 @@ MODULES = (
 """Modules of upstream that this package has."""
 PARTS = {"attention._core": "attention", "mla._core": "mla", "quantization.packbits": "quantization"}
 """Modules of upstream that hold names of another one here."""
+_HIDDEN = ("packbits", "xqa")
+"""Modules that are hidden by a function of their name, as upstream."""
 _BUILDS = (
     "jit", "jit.attention", "jit.attention.modules", "jit.attention.pytorch", "jit.attention.utils",
     "jit.attention.variants", "jit.cascade", "jit.core", "jit.cpp_ext", "jit.cubin_loader", "jit.env",
@@ -66,9 +68,10 @@ def install(name: str = "flashinfer") -> ModuleType:
         made[f"{name}.{path}"] = _Alias(f"{name}.{path}", find)
     for path, alias in made.items():
         parent, _, last = path.rpartition(".")
-        if parent and last != "xqa":  # as upstream, where the function hides the module
-            made[parent].__dict__[last] = alias
+        if parent:
             made[parent].__dict__["__path__"] = []
+            if last not in _HIDDEN:
+                made[parent].__dict__[last] = alias
     # Programs ask whether the package of prebuilt kernels is installed: there is nothing to build here.
     made[f"{name}_jit_cache"] = _Alias(f"{name}_jit_cache", _refused_of(""))
     sys.modules.update(made)
