@@ -103,6 +103,19 @@ def test_keys_without_a_rotary_part(joined, monkeypatch):
     close(lse, want_lse)
 
 
+@pytest.mark.parametrize("graph", [True, False])
+def test_a_cache_without_a_page(graph):
+    batch = Batch(lengths=[0, 0], rows=[2, 1])
+    sizes = {"qo_indptr": 3, "kv_indptr": 3, "kv_indices": 9, "kv_len_arr": 2}
+    buffers = {name: torch.zeros(n, dtype=torch.int32) for name, n in sizes.items()}
+    one = wrapper("auto", use_cuda_graph=True, **buffers) if graph else wrapper("auto")
+    batch.cache = batch.cache[:0]
+    batch.plan(one)
+    out, lse = one.run(*batch.parts(False), return_lse=True)
+    assert not out.any()
+    assert torch.isneginf(lse).all()
+
+
 def test_parts_that_lie_apart_in_one_tensor():
     """Same memory, same strides, but not side by side: they are copied, not read through."""
     batch, one = Batch(), wrapper()

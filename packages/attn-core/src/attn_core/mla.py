@@ -255,7 +255,7 @@ def _gathered(
     """Copy the pages in use side by side; the state returned counts them as they lie in the copy."""
     pages = s.image["kv_indices"]
     if s.frozen is not None:  # beyond the batch, a captured buffer holds whatever was there
-        pages = pages.clamp(0, max(0, ckv.shape[0] - 1))
+        pages = pages.clamp(0, ckv.shape[0] - 1) if ckv.shape[0] else pages[:0]
     keys = torch.cat((ckv[pages.long()], kpe[pages.long()]), -1)
     places = torch.arange(pages.numel(), dtype=torch.int32, device=pages.device)
     return replace(s, image={**s.image, "kv_indices": places}, min_rows=None), keys
