@@ -1,5 +1,7 @@
 """The timer of ``attn tune`` on a GPU, over a stream that keeps its own time."""
 
+import time
+
 import pytest
 import torch
 
@@ -84,3 +86,22 @@ def test_each_device_has_its_timer(monkeypatch):
     assert isinstance(timer_for(torch.device("cuda", 1)), EventTimer)
     assert made == [(timing._FLUSH_BYTES, torch.device("cuda", 1))]
     assert isinstance(timer_for(torch.device("cpu")), HostTimer)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_work_counts_and_host_time_does_not():
+    timer = EventTimer(torch.device("cuda", 0))
+    factor = torch.ones(4096, 4096, dtype=torch.float16, device="cuda")
+    into = torch.empty_like(factor)
+
+    def work(times, busy_s=0.0):
+        until = time.perf_counter() + busy_s
+        while time.perf_counter() < until:
+            pass
+        for _ in range(times):
+            torch.mm(factor, factor, out=into)
+
+    work(8)  # clocks and the library's own choice of a kernel
+    one, four = timer.sample(lambda: work(1)), timer.sample(lambda: work(4))
+    assert 3.0 < four / one < 5.0
+    assert timer.sample(lambda: work(1, 1e-4)) < 1.5 * one < 1.5e-2
