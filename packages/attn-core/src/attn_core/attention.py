@@ -12,8 +12,9 @@ from .cache_view import unpack
 from .decode_paged import KVCache
 from .errors import needs
 from .kv_lengths import batch_of_lengths
-from .options import Dtype, make_problem
-from .problem import MaskMode, Op, PagedKV
+from .options import Dtype, make_problem, number
+from .prefill_common import mask_mode
+from .problem import Op, PagedKV
 from .tracing import Scale
 from .wrapper import OwnWorkspace
 
@@ -85,7 +86,7 @@ class BatchAttention(OwnWorkspace):
         problem = make_problem(
             Op.PREFILL_PAGED, (num_qo_heads, num_kv_heads), (head_dim_qk, head_dim_vo), q_data_type,
             kv_data_type, None, PagedKV(page_size, self._kv_layout),
-            MaskMode.CAUSAL if causal else MaskMode.NONE, "NONE", -1, logits_soft_cap, sm_scale, None, None,
+            mask_mode(causal, None, None), "NONE", -1, logits_soft_cap, sm_scale, None, None,
             True, True, None, False,
         )  # fmt: skip
         batch = batch_of_lengths(
@@ -130,7 +131,7 @@ class BatchAttention(OwnWorkspace):
         """
         refuse(profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
         k, v = unpack(kv_cache, self._kv_layout)
-        if not logits_soft_cap:
+        if not number("logits_soft_cap", logits_soft_cap, 0.0):
             found = self._run(q, k, v, out, lse, True, None, k_scale, v_scale)
         else:
             planned = self._planned().query.problem.logits_soft_cap

@@ -192,7 +192,7 @@ def to_host(named: Mapping[str, torch.Tensor], device: torch.device = CPU) -> di
 
 def flat(given: torch.Tensor) -> torch.Tensor:
     """Return a tensor as 1-D; anything else as it is, for the check that follows to refuse."""
-    return given.reshape(-1) if isinstance(given, torch.Tensor) else given
+    return given.reshape(-1) if isinstance(given, torch.Tensor) and not given.is_sparse else given
 
 
 def size_of(name: str, tensor: torch.Tensor) -> int:
@@ -207,8 +207,9 @@ def size_of(name: str, tensor: torch.Tensor) -> int:
 
 
 def _check_index(name: str, tensor: object, device: torch.device) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(needs(name, "an int32 tensor", type(tensor).__name__, "core.index-type"))
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        got = getattr(tensor, "layout", type(tensor).__name__)
+        raise TypeError(needs(name, "an int32 tensor", got, "core.index-type"))
     if tensor.dtype not in INDEX_DTYPES:
         raise TypeError(needs(name, "dtype int32 (int64 is converted)", tensor.dtype, "core.index-type"))
     if tensor.ndim != 1:

@@ -31,8 +31,10 @@ class CacheView:
             got = type(self.storage).__name__
             raise TypeError(needs("CacheView.storage", "a tensor", got, "core.cache-view"))
         for name, path in (("k_path", self.k_path), ("v_path", self.v_path)):
+            want = "pairs of ints (dim, index, ...)"
+            if not isinstance(path, tuple | list):
+                raise TypeError(needs(f"CacheView.{name}", want, type(path).__name__, "core.cache-view"))
             if len(path) % 2 or not all(isinstance(step, int) for step in path):
-                want = "pairs of ints (dim, index, ...)"
                 raise ValueError(needs(f"CacheView.{name}", want, path, "core.cache-view"))
             self._check(name, path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .checking import dense
 from .errors import needs
 
 
@@ -24,15 +25,20 @@ def refuse_plan(device: torch.device) -> None:
         )
 
 
-def fetch(tensor: torch.Tensor) -> torch.Tensor:
+def fetch(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor on the CPU; waits for the device where it is not there.
 
     A copy from the device would end a capture with an error of the runtime's.
 
     Raises:
-        RuntimeError: It is on a device whose current stream is being captured.
+        TypeError: A sparse tensor.
+        ValueError: It is neither on the CPU nor on ``device``.
+        RuntimeError: It is on the device, whose current stream is being captured.
     """
+    dense(name, tensor, "core.layout")
     if tensor.device.type == "cpu":
         return tensor
-    refuse_plan(tensor.device)
+    if tensor.device.type != device.type:
+        raise ValueError(needs(name, f"a tensor on cpu or {device}", tensor.device, "core.device"))
+    refuse_plan(device)
     return tensor.cpu()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .cache_view import CacheView
+from .checking import flag
 from .errors import needs
 from .merge import merge_states
 from .options import Dtype
@@ -57,7 +58,7 @@ class MultiLevelCascadeAttentionWrapper:
             raise TypeError(needs("num_levels", "an int", type(num_levels).__name__, "core.cascade"))
         if num_levels < 1:
             raise ValueError(needs("num_levels", "at least 1", num_levels, "core.cascade"))
-        self._use_cuda_graph = bool(use_cuda_graph)
+        self._use_cuda_graph = flag("use_cuda_graph", use_cuda_graph)
         buffers: list[dict[str, Any]] = [{}] * num_levels
         if self._use_cuda_graph:
             given = {

@@ -12,6 +12,7 @@ from torch.compiler import is_dynamo_compiling
 from .arguments import refuse, split_size
 from .batch import HostBatch, check_drafts_appended, paged_batch
 from .cache_view import CacheView, unpack
+from .checking import flag, whole
 from .errors import needs
 from .graph_buffers import decode_buffers
 from .options import (
@@ -77,7 +78,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             max_seq_len,
         )
         super().__init__(float_workspace_buffer, kv_layout, backend, graph)
-        self._use_tensor_cores = bool(use_tensor_cores)
+        self._use_tensor_cores = flag("use_tensor_cores", use_tensor_cores)
 
     @property
     def use_tensor_cores(self) -> bool:
@@ -289,12 +290,13 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
     def _check_repeated(self, window_left: int | None, q_len_per_req: int | None) -> None:
         plan = self._planned()
         planned = plan.query.problem.window_left
-        if window_left is not None and window_left != planned:
+        if window_left is not None and whole("window_left", window_left, "core.window") != planned:
             raise ValueError(needs("window_left", f"the planned {planned}", window_left, "core.window"))
         if q_len_per_req is None:
             return
+        stated = whole("q_len_per_req", q_len_per_req, "core.q-len")
         warnings.warn("run: q_len_per_req is deprecated, plan() fixes it", DeprecationWarning, stacklevel=3)
-        if q_len_per_req != plan.q_len_per_req:
+        if stated != plan.q_len_per_req:
             text = needs("q_len_per_req", f"the planned {plan.q_len_per_req}", q_len_per_req, "core.q-len")
             raise ValueError(f"{text}; call plan() again with it")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .batch import size_of
+from .checking import whole
 from .decode_paged import BatchDecodeWithPagedKVCacheWrapper
 from .errors import needs
 from .options import DecodeOptions, Dtype
@@ -68,6 +69,9 @@ def fast_decode_plan(
     Raises:
         ValueError: The wrapper has no prior plan, or as ``plan()``.
     """
+    if not isinstance(self, BatchDecodeWithPagedKVCacheWrapper):
+        want = "a BatchDecodeWithPagedKVCacheWrapper"
+        raise TypeError(needs("fast_decode_plan", want, type(self).__name__, "core.arguments"))
     if self._state is None:
         raise ValueError(needs("fast_decode_plan", "a wrapper with a prior plan", "none", "core.no-plan"))
     batch = size_of("last_page_len", last_page_len)
@@ -77,7 +81,7 @@ def fast_decode_plan(
             want = f"at least {batch + 1} entries"
             raise ValueError(needs("global_override_indptr_cpu", want, got, "core.indptr"))
         indptr = global_override_indptr_cpu[: batch + 1]
-        if page_size == 1 and last_page_len.device.type != "cpu":
+        if whole("page_size", page_size, "core.page-size") == 1 and last_page_len.device.type != "cpu":
             last_page_len = torch.ones(batch, dtype=torch.int32)
     options: DecodeOptions = {
         "pos_encoding_mode": pos_encoding_mode,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .checking import flag
 from .errors import needs
 from .planner import GraphBuffers
 
@@ -30,7 +31,7 @@ def decode_buffers(
             raise ValueError(
                 needs("max_seq_len", want, f"{use_cuda_graph}, {max_seq_len}", "core.max-seq-len")
             )
-    if not use_cuda_graph:
+    if not flag("use_cuda_graph", use_cuda_graph):
         return None
     last = _buffer("paged_kv_last_page_len_buffer", last_page_len, device)
     batch = last.numel()
@@ -59,7 +60,7 @@ def paged_buffers(
     Raises:
         ValueError: A buffer is missing or unfit.
     """
-    if not use_cuda_graph:
+    if not flag("use_cuda_graph", use_cuda_graph):
         return None
     batch, bound = _rows("qo_indptr_buf", qo_indptr, "paged_kv_indptr_buf", indptr, device)
     bound |= {
@@ -83,7 +84,7 @@ def latent_buffers(
     Raises:
         ValueError: A buffer is missing or unfit.
     """
-    if not use_cuda_graph:
+    if not flag("use_cuda_graph", use_cuda_graph):
         return None
     batch, bound = _rows("qo_indptr", qo_indptr, "kv_indptr", indptr, device)
     bound |= {
@@ -106,7 +107,7 @@ def ragged_buffers(
     Raises:
         ValueError: A buffer is missing or unfit.
     """
-    if not use_cuda_graph:
+    if not flag("use_cuda_graph", use_cuda_graph):
         return None
     batch, bound = _rows("qo_indptr_buf", qo_indptr, "kv_indptr_buf", kv_indptr, device)
     bound |= _masks(custom_mask, mask_indptr, device, batch)

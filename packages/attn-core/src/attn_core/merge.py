@@ -24,6 +24,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from . import tracing
+from .checking import dense
 from .errors import needs
 
 _V_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -100,8 +101,8 @@ def merge_state_in_place(
         mask = mask.bool()
         new_v = torch.where(mask[:, None, None], new_v, v)
         new_s = torch.where(mask[:, None], new_s, s)
-    v.copy_(new_v)
-    s.copy_(new_s)
+    v.detach().copy_(new_v)
+    s.detach().copy_(new_s)
 
 
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,8 +180,7 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
 
 def _check_state(v_name: str, v: torch.Tensor, s_name: str, s: torch.Tensor, *, ndim: int) -> None:
     for name, tensor in ((v_name, v), (s_name, s)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(needs(name, "a tensor", type(tensor).__name__, "core.merge-type"))
+        dense(name, tensor, "core.merge-type")
     if v.dtype not in _V_DTYPES:
         raise TypeError(needs(v_name, "float16, bfloat16, float32 or float64", v.dtype, "core.merge-dtype"))
     if s.dtype != torch.float32:

@@ -16,12 +16,14 @@ from torch.compiler import is_dynamo_compiling
 
 from . import state
 from .arguments import as_dtype, check_workspace, refuse
+from .checking import flag
 from .errors import needs
 from .graph_buffers import latent_buffers
 from .kv_lengths import batch_of_lengths
 from .not_here import refusing
 from .options import Dtype
-from .problem import AttentionProblem, MaskMode, Op, PagedKV
+from .prefill_common import mask_mode
+from .problem import AttentionProblem, Op, PagedKV
 from .wrapper import AttentionWrapper
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -116,7 +118,8 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             op=Op.PREFILL_PAGED, num_qo_heads=num_heads, num_kv_heads=1,
             head_dim_qk=head_dim_ckv + head_dim_kpe, head_dim_vo=head_dim_ckv, q_dtype=dtype,
             kv_dtype=as_dtype("kv_data_type", kv_data_type), o_dtype=dtype, kv=PagedKV(page_size),
-            mask=MaskMode.CAUSAL if causal else MaskMode.NONE, sm_scale=float(sm_scale), needs_lse=needs_lse,
+            mask=mask_mode(causal, None, None), sm_scale=float(sm_scale),
+            needs_lse=flag("needs_lse", needs_lse),
             use_tensor_cores=True, latent=True,
         )  # fmt: skip
         batch = batch_of_lengths(

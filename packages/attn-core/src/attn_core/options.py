@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 import torch
 
 from .arguments import as_dtype, as_pos_encoding
+from .checking import flag, whole
 from .errors import needs
 from .problem import AttentionProblem, MaskMode, Op, PagedKV, RaggedKV
 
@@ -167,8 +168,6 @@ def _make_problem(
     disable_split_kv: bool,
 ) -> AttentionProblem:
     q = as_dtype("q_data_type", q_data_type)
-    if isinstance(window_left, bool) or not isinstance(window_left, int):
-        raise TypeError(needs("window_left", "an int", type(window_left).__name__, "core.window"))
     scale = number("rope_scale", rope_scale, 1.0)
     theta = number("rope_theta", rope_theta, 1e4)
     if scale <= 0 or theta <= 0:
@@ -190,10 +189,10 @@ def _make_problem(
         sm_scale=number("sm_scale", sm_scale, 1.0 / math.sqrt(head_dims[0]) if head_dims[0] > 0 else 1.0),
         rope_scale=scale,
         rope_theta=theta,
-        needs_lse=bool(needs_lse),
+        needs_lse=flag("needs_lse", needs_lse),
         use_tensor_cores=use_tensor_cores,
         fixed_split_size=fixed_split_size,
-        disable_split_kv=bool(disable_split_kv),
+        disable_split_kv=flag("disable_split_kv", disable_split_kv),
     )
 
 
@@ -209,7 +208,7 @@ def forward_changes(
     changes: dict[str, Any] = {}
     if pos_encoding_mode != "NONE":
         changes["pos_encoding"] = as_pos_encoding(pos_encoding_mode)
-    if window_left != -1:
+    if whole("window_left", window_left, "core.window") != -1:
         changes["window_left"] = window_left
     given = {
         "logits_soft_cap": logits_soft_cap,

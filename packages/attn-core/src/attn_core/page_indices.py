@@ -12,7 +12,8 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from . import tracing
-from .batch import INDEX_DTYPES, first_true
+from .batch import INDEX_DTYPES, INT32_MAX, first_true
+from .checking import dense
 from .errors import needs
 
 
@@ -148,14 +149,14 @@ def _first(bad: torch.Tensor) -> int | None:
 
 def _check_indptr(name: str, indptr: torch.Tensor) -> int:
     """Check an offsets tensor and return the batch size."""
-    _check_index(name, indptr, indptr.device)
+    _check_index(name, indptr, dense(name, indptr, "core.index-dtype").device)
     if indptr.numel() == 0:
         raise ValueError(needs(name, "batch_size + 1 entries", 0, "core.indptr"))
     return indptr.numel() - 1
 
 
 def _check_index(name: str, index: torch.Tensor, device: torch.device) -> None:
-    if index.dtype not in INDEX_DTYPES:
+    if dense(name, index, "core.index-dtype").dtype not in INDEX_DTYPES:
         raise TypeError(needs(name, "int32 or int64", index.dtype, "core.index-dtype"))
     if index.dim() != 1:
         raise ValueError(needs(name, "1 dimension", f"shape {tuple(index.shape)}", "core.index-shape"))
@@ -166,7 +167,7 @@ def _check_index(name: str, index: torch.Tensor, device: torch.device) -> None:
 
 
 def _check_out(name: str, out: torch.Tensor, nnz: int, device: torch.device) -> None:
-    if out.dtype != torch.int32:
+    if dense(name, out, "core.append-out").dtype != torch.int32:
         raise TypeError(needs(name, "int32", out.dtype, "core.append-out"))
     if tuple(out.shape) != (nnz,):
         raise ValueError(needs(name, f"shape ({nnz},)", tuple(out.shape), "core.append-out"))
@@ -176,8 +177,8 @@ def _check_out(name: str, out: torch.Tensor, nnz: int, device: torch.device) -> 
 
 def _check_count(nnz: int) -> int:
     nnz = _as_int("nnz", nnz)
-    if nnz < 0:
-        raise ValueError(needs("nnz", "at least 0", nnz, "core.append-nnz"))
+    if not 0 <= nnz <= INT32_MAX:
+        raise ValueError(needs("nnz", f"0 to {INT32_MAX}", nnz, "core.append-nnz"))
     return nnz
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .batch import HostBatch, first_true, flat, to_host
+from .checking import flag
 from .errors import needs
 from .problem import MaskMode
 
@@ -15,7 +16,7 @@ def mask_mode(
     """Return the mask a plan asks for: a custom mask replaces causal."""
     if custom_mask is not None or packed_custom_mask is not None:
         return MaskMode.CUSTOM
-    return MaskMode.CAUSAL if causal else MaskMode.NONE
+    return MaskMode.CAUSAL if flag("causal", causal) else MaskMode.NONE
 
 
 def check_lengths(

@@ -12,6 +12,7 @@ from . import tracing
 from .arguments import MaskBits, check_workspace, mask_bits, refuse, split_size
 from .batch import HostBatch, paged_batch, size_of
 from .cache_view import CacheView, unpack
+from .checking import whole
 from .errors import needs
 from .graph_buffers import paged_buffers
 from .options import Dtype, forward_changes, make_problem
@@ -302,9 +303,10 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
             uses_spcompress=uses_spcompress,
             skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         )
-        if window_left is not None and window_left != self._planned().query.problem.window_left:
+        if window_left is not None:
             planned = self._planned().query.problem.window_left
-            raise ValueError(needs("window_left", f"the planned {planned}", window_left, "core.window"))
+            if whole("window_left", window_left, "core.window") != planned:
+                raise ValueError(needs("window_left", f"the planned {planned}", window_left, "core.window"))
         k, v = unpack(paged_kv_cache, self._kv_layout)
         return self._run(q, k, v, out, lse, return_lse, q_scale, k_scale, v_scale)
 

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 import torch
 
+from .checking import whole
 from .errors import needs
 
 
@@ -55,6 +56,8 @@ class PosEncoding(StrEnum):
 
 
 KV_ORDERS = ("NHD", "HND")
+_MOST = 2**31 - 1
+"""Kernels count in int32."""
 
 
 def check_kv_order(order: str) -> str:
@@ -154,8 +157,8 @@ class AttentionProblem:
         if self.num_qo_heads % self.num_kv_heads:
             want = f"a multiple of num_kv_heads {self.num_kv_heads}"
             raise ValueError(needs("num_qo_heads", want, self.num_qo_heads, "core.heads"))
-        if self.window_left < -1:
-            raise ValueError(needs("window_left", "-1 or more", self.window_left, "core.window"))
+        if not -1 <= whole("window_left", self.window_left, "core.window") <= _MOST:
+            raise ValueError(needs("window_left", f"-1 to {_MOST}", self.window_left, "core.window"))
         if not self.logits_soft_cap >= 0:
             raise ValueError(needs("logits_soft_cap", "0 or more", self.logits_soft_cap, "core.soft-cap"))
         if self.fixed_split_size is not None:
@@ -195,7 +198,7 @@ _HASHED = tuple(name for name in AttentionProblem.__dataclass_fields__ if name !
 
 def _positive(code: str, **values: int) -> None:
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(needs(name, "an int", type(value).__name__, code))
-        if value < 1:
+        if whole(name, value, code) < 1:
             raise ValueError(needs(name, "at least 1", value, code))
+        if value > _MOST:
+            raise ValueError(needs(name, f"at most {_MOST}", value, code))

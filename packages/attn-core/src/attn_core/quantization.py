@@ -11,6 +11,7 @@ from torch.compiler import is_dynamo_compiling
 
 from . import capture, tracing
 from .batch import INDEX_DTYPES, first_true
+from .checking import dense
 from .errors import needs
 
 _INT32_MAX = 2**31 - 1
@@ -123,11 +124,13 @@ def _cut(
 
 def _host_offsets(indptr: torch.Tensor, length: int) -> torch.Tensor:
     """Return ``indptr`` as int64 on the host, checked against ``x``."""
-    if indptr.dtype not in INDEX_DTYPES:
+    if dense("indptr", indptr, "core.packbits-indptr").dtype not in INDEX_DTYPES:
         raise TypeError(needs("indptr", "int32 or int64", indptr.dtype, "core.packbits-indptr"))
     if indptr.dim() != 1 or indptr.numel() == 0:
         wanted = "1 dimension and at least 1 entry"
         raise ValueError(needs("indptr", wanted, f"shape {tuple(indptr.shape)}", "core.packbits-indptr"))
+    if indptr.is_meta:
+        raise ValueError(needs("indptr", "a tensor with data", indptr.device, "core.packbits-indptr"))
     host = indptr.to(device="cpu", dtype=torch.int64)
     if (first := int(host[0])) != 0:
         raise ValueError(needs("indptr", "0 at position 0", first, "core.packbits-indptr"))
@@ -142,6 +145,7 @@ def _host_offsets(indptr: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _check_bits(x: torch.Tensor, bitorder: str) -> None:
+    dense("x", x, "core.packbits-dtype")
     if x.dtype.is_floating_point or x.dtype.is_complex:
         raise TypeError(needs("x", "bool or an integer dtype", x.dtype, "core.packbits-dtype"))
     if x.dim() != 1:

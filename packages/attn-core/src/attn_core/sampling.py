@@ -116,6 +116,8 @@ def chain_speculative_sampling(
     ids = draft_token_ids.to(torch.int64)
     if device.type == "cpu":
         _check_ids(ids, vocab_size)
+    if not isinstance(backend, str):
+        raise TypeError(needs("backend", "a string", type(backend).__name__, "core.backend-name"))
     problem = SamplingProblem(draft_probs.dtype, target_probs.dtype, vocab_size)
     target = target_of(device)
     samplers = screened(target, problem, backend, plugins.registry())  # before the generator moves on
@@ -243,6 +245,9 @@ def _check_randomness(
         wanted = "device tensors during graph capture (a replay would repeat the numbers for ever)"
         raise ValueError(needs("seed and offset", wanted, kinds["seed"], "core.seed-capture"))
     if seed is None:
+        if generator is not None and not isinstance(generator, torch.Generator):
+            got = type(generator).__name__
+            raise TypeError(needs("generator", "a torch.Generator", got, "core.generator-device"))
         if generator is not None and not _serves(generator, device):
             wanted = f"a generator on the CPU or on {device}"
             raise ValueError(needs("generator", wanted, generator.device, "core.generator-device"))

@@ -53,6 +53,8 @@ _captured: dict[int, PlanState] = {}
 
 
 def _wrapper(device: torch.device, backend: str) -> _OneCall:
+    if not isinstance(backend, str):
+        raise TypeError(needs("backend", "a string", type(backend).__name__, "core.backend-name"))
     kept: dict[tuple[torch.device, str], _OneCall] = _mine.__dict__.setdefault("wrappers", {})
     key = (device, backend)
     if key not in kept:

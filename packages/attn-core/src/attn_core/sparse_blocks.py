@@ -8,6 +8,7 @@ import torch
 
 from .arguments import refuse
 from .batch import to_host
+from .checking import dense
 from .errors import needs
 from .options import Dtype, forward_changes
 from .prefill_paged import Result
@@ -23,8 +24,18 @@ def convert_bsr_mask_layout(mask: torch.Tensor, indptr: torch.Tensor) -> torch.T
 
     Returns:
         ``[nnz * R * C]``.
+
+    Raises:
+        TypeError: An argument is of the wrong type.
+        ValueError: ``mask`` is not 3-D, or ``indptr`` does not lead from 0 to its length without decreasing.
     """
-    rows = [mask[a:b].transpose(0, 1).reshape(-1) for a, b in pairwise(indptr.tolist())]
+    if dense("mask", mask, "core.mask-size").ndim != 3:
+        raise ValueError(needs("mask", "shape [nnz, R, C]", tuple(mask.shape), "core.mask-size"))
+    indptr = to_host({"indptr": indptr}, mask.device)["indptr"]
+    steps = indptr.tolist()
+    if not steps or steps[0] != 0 or steps[-1] > len(mask) or steps != sorted(steps):
+        raise ValueError(needs("indptr", f"0 to at most {len(mask)}, without decrease", steps, "core.indptr"))
+    rows = [mask[a:b].transpose(0, 1).reshape(-1) for a, b in pairwise(steps)]
     return torch.cat(rows) if rows else mask.new_empty(0)
 
 

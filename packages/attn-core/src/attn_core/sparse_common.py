@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from .checking import dense
 from .errors import needs
 from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
 from .route import RouteDecision
@@ -58,15 +59,14 @@ def check_size(name: str, value: object, least: int = 1) -> int:
     return value
 
 
-def check_keys(name: str, t: object, shape: tuple[int, int, int]) -> torch.Tensor:
+def check_keys(name: str, t: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:
     """Return a tensor of keys or values of the planned shape.
 
     Raises:
         TypeError: Not a tensor.
         ValueError: Another shape.
     """
-    if not isinstance(t, torch.Tensor):
-        raise TypeError(needs(name, "a tensor", type(t).__name__, "core.kv-shape"))
+    dense(name, t, "core.kv-shape")
     if tuple(t.shape) != shape:
         raise ValueError(needs(name, f"shape {shape}", tuple(t.shape), "core.kv-shape"))
     return t

@@ -6,10 +6,12 @@ import torch
 
 from .batch import INDEX_DTYPES
 from .capture import fetch
+from .checking import flag
 from .errors import needs
 from .options import Dtype, forward_changes
 from .prefill_paged import Result
 from .sparse_common import SparseWrapper, check_keys, check_size
+from .state import check_output
 
 
 class VariableBlockSparseAttentionWrapper(SparseWrapper):
@@ -75,13 +77,13 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
         if check_size("num_qo_heads", num_qo_heads) % heads:
             raise ValueError(needs("num_qo_heads", f"a multiple of {heads}", num_qo_heads, "core.heads"))
         group = num_qo_heads // heads
-        rows = _sizes("block_row_sz", block_row_sz, heads)
-        columns = _sizes("block_col_sz", block_col_sz, heads)
+        rows = _sizes("block_row_sz", block_row_sz, heads, self.device)
+        columns = _sizes("block_col_sz", block_col_sz, heads, self.device)
         want = (heads, rows.shape[1], columns.shape[1])
         if not isinstance(block_mask_map, torch.Tensor) or tuple(block_mask_map.shape) != want:
             got = getattr(block_mask_map, "shape", type(block_mask_map).__name__)
             raise ValueError(needs("block_mask_map", f"shape {want}", got, "core.sparse"))
-        indptr, indices = _keys(fetch(block_mask_map) != 0, columns)
+        indptr, indices = _keys(fetch("block_mask_map", block_mask_map, self.device) != 0, columns)
         self._paged.plan(
             _indptr(rows.reshape(-1)), indptr, indices, torch.ones(indptr.numel() - 1, dtype=torch.int32),
             group, 1, head_dim, 1, causal=causal, pos_encoding_mode=pos_encoding_mode,
@@ -130,12 +132,11 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
         rows = q.reshape(heads, group, qo_len, dim).transpose(1, 2).reshape(heads * qo_len, group, dim)
         keys = check_keys("k", k, (heads, kv_len, dim)).reshape(heads * kv_len, 1, 1, dim)
         values = check_keys("v", v, (heads, kv_len, dim)).reshape(heads * kv_len, 1, 1, dim)
-        for name, given, want, dtype in (
-            ("out", out, (*shape, dim), p.o_dtype), ("lse", lse, shape, torch.float32)
-        ):  # fmt: skip
-            if given is not None and (tuple(given.shape) != want or given.dtype is not dtype):
-                got = f"{tuple(given.shape)} {given.dtype}"
-                raise ValueError(needs(name, f"{want} {dtype}", got, "core.out-shape"))
+        if out is not None:
+            out = check_output("out", out, (*shape, dim), p.o_dtype, self.device)
+        if lse is not None:
+            lse = check_output("lse", lse, shape, torch.float32, self.device)
+        return_lse = flag("return_lse", return_lse)
         wanted = return_lse or lse is not None
         found = self._paged.run(rows, (keys, values), return_lse=wanted)
         both = found if isinstance(found, tuple) else (found, None)
@@ -168,14 +169,14 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
             return self.run(q, k, v)
 
 
-def _sizes(name: str, sizes: object, heads: int) -> torch.Tensor:
+def _sizes(name: str, sizes: object, heads: int, device: torch.device) -> torch.Tensor:
     """Return block sizes on the host as int64."""
     if not isinstance(sizes, torch.Tensor) or sizes.dtype not in INDEX_DTYPES:
         got = getattr(sizes, "dtype", type(sizes).__name__)
         raise TypeError(needs(name, "an int32 or int64 tensor", got, "core.index-type"))
     if sizes.ndim != 2 or sizes.shape[0] != heads:
         raise ValueError(needs(name, f"shape [{heads}, blocks]", tuple(sizes.shape), "core.sparse"))
-    host = fetch(sizes).to(torch.int64)
+    host = fetch(name, sizes, device).to(torch.int64)
     if host.numel() and int(host.min()) < 0:
         raise ValueError(needs(name, "0 or more", int(host.min()), "core.sparse"))
     sums = host.sum(1)
@@ -203,4 +204,7 @@ def _keys(kept: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor, torc
 def _by_head(t: torch.Tensor, heads: int, rows: int, into: torch.Tensor | None) -> torch.Tensor:
     """Turn ``[heads * rows, group, ...]`` into ``[heads * group, rows, ...]``."""
     turned = t.view(heads, rows, *t.shape[1:]).transpose(1, 2).flatten(0, 1)
-    return turned.contiguous() if into is None else into.copy_(turned)
+    if into is None:
+        return turned.contiguous()
+    into.detach().copy_(turned)
+    return into

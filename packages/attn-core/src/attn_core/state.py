@@ -9,6 +9,7 @@ import torch
 from .arena import Image
 from .backend import DeviceImage, TensorContract
 from .batch import HostBatch
+from .checking import dense
 from .errors import needs
 from .frozen import FrozenShape
 from .problem import PagedKV
@@ -162,6 +163,12 @@ def check_kv(state: PlanState, name: str, t: torch.Tensor, tail: tuple[int, ...]
         raise ValueError(needs(name, want, t.shape[0], "core.kv-rows"))
 
 
+def check_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise TypeError for a sparse tensor."""
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        dense(name, t, "core.layout")
+
+
 def check_contract(contract: TensorContract, k: torch.Tensor, v: torch.Tensor) -> None:
     """Raise where strides are not what the chosen path can read. A dimension of size 1 has no stride."""
     for name, t in (("k", k), ("v", v)):
@@ -193,8 +200,7 @@ def check_output(
         TypeError: Not a tensor.
         ValueError: Shape, dtype or device differ, or rows overlap.
     """
-    if not isinstance(t, torch.Tensor):
-        raise TypeError(needs(name, "a tensor", type(t).__name__, f"core.{name}"))
+    dense(name, t, f"core.{name}")
     if t.shape != shape:
         raise ValueError(needs(name, f"shape {shape}", tuple(t.shape), f"core.{name}"))
     if t.dtype is not dtype:

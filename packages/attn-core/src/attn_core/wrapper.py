@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from . import capture, state, tracing
 from .arguments import check_workspace
 from .backend import RunIO
+from .checking import device_of, flag
 from .engine_view import EngineView
 from .errors import needs
 from .planner import check_bytes
@@ -120,6 +121,8 @@ class AttentionWrapper(EngineView):
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
         else:
             out = torch.empty(s.out_shape, dtype=s.o_dtype, device=device)
+        if return_lse is not False:
+            return_lse = flag("return_lse", return_lse)
         if return_lse or lse is not None:  # one that was handed over is written, asked for or not
             lse = self._lse(s, lse)
         io = RunIO(q, k, v, out, lse, self._float_workspace_buffer)
@@ -152,6 +155,8 @@ class AttentionWrapper(EngineView):
         plain = q.__class__ is torch.Tensor
         if not plain or q.shape != s.q_shape or q.dtype is not s.q_dtype or q.device != device:
             state.check_q(s, q)
+        if q.is_sparse or k.is_sparse or v.is_sparse:
+            state.check_dense(q, k, v)
         shape = k.shape
         if shape[1:] != s.kv_tail or shape[0] < rows or k.dtype is not s.kv_dtype or k.device != device:
             state.check_kv(s, "k", k, s.kv_tail)
@@ -205,7 +210,7 @@ class AttentionWrapper(EngineView):
         A custom mask stays where ``causal`` is asked for.
         """
         q_scale = self._scaled_q(changes, q_scale)
-        if causal and self._planned().query.problem.mask is not MaskMode.CUSTOM:
+        if flag("causal", causal) and self._planned().query.problem.mask is not MaskMode.CUSTOM:
             changes["mask"] = MaskMode.CAUSAL
         with self._for_one_call(**changes):
             yield q_scale
@@ -215,7 +220,8 @@ class OwnWorkspace(AttentionWrapper):
     """A wrapper that grows its float workspace to what a plan asks for."""
 
     def __init__(self, device: str | torch.device, kv_layout: str, backend: str) -> None:
-        super().__init__(torch.empty(0, dtype=torch.uint8, device=device), kv_layout, backend, None)
+        where = device_of(device)
+        super().__init__(torch.empty(0, dtype=torch.uint8, device=where), kv_layout, backend, None)
 
     def _available(self) -> None:
         return None

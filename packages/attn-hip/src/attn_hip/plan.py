@@ -21,6 +21,7 @@ from .launch_gpu import GpuLaunch, tables_of
 _SPLIT_AUTO, _SPLIT_NEVER = 0, -1
 _UNLIMITED = -1
 _DECODES = (Op.DECODE, Op.VERIFY)
+_MOST_ROWS = 2**31 - 1  # native code counts in int32
 _CPU_MIN_CHUNK = 512
 _GPU_KV_TILE, _GPU_FINE = 64, 16
 _GPU_MIN_CHUNK = {16: 128, 32: 128, 64: 256, 128: 256}
@@ -146,7 +147,7 @@ def style_of(native: Any, query: Query) -> Style:
     if packed <= _PACKED_ROWS:
         row_bytes = (problem.head_dim_qk + problem.head_dim_vo) * problem.kv_dtype.itemsize
         heads = max(1, _PACKED_BYTES // (_PACKED_TOKENS * row_bytes))
-    return Style(native.tile_q_for(packed), native.kv_tile(), _CPU_MIN_CHUNK, heads)
+    return Style(native.tile_q_for(min(packed, _MOST_ROWS)), native.kv_tile(), _CPU_MIN_CHUNK, heads)
 
 
 def _fitting(tile: int, built: tuple[int, ...]) -> int:

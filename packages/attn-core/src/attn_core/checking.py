@@ -1,0 +1,59 @@
+"""Checks of one argument that need to know nothing else."""
+
+from __future__ import annotations
+
+import torch
+
+from .errors import needs
+
+
+def flag(name: str, value: object) -> bool:
+    """Return a switch given as a bool (numpy's too), as 0 or 1, or as None for off.
+
+    Raises:
+        TypeError: Anything else: a tensor's truth would be read from its device, or is not defined.
+    """
+    if value is None or isinstance(value, bool) or type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    raise TypeError(needs(name, "True or False", type(value).__name__, "core.flag"))
+
+
+def dense(name: str, value: object, code: str) -> torch.Tensor:
+    """Return a tensor that has strides.
+
+    Raises:
+        TypeError: Not a tensor, or a sparse one.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(needs(name, "a tensor", type(value).__name__, code))
+    if value.layout is not torch.strided:
+        raise TypeError(needs(name, "a dense tensor", value.layout, code))
+    return value
+
+
+def whole(name: str, value: object, code: str) -> int:
+    """Return a size or a position given as an int.
+
+    Raises:
+        TypeError: Not an int; a bool is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(needs(name, "an int", type(value).__name__, code))
+    return value
+
+
+def device_of(value: object) -> torch.device:
+    """Return a device given as one or by its name.
+
+    Raises:
+        TypeError: Neither.
+        ValueError: The name of none.
+    """
+    if not isinstance(value, str | torch.device | int) or isinstance(value, bool):
+        raise TypeError(needs("device", "a torch.device or its name", type(value).__name__, "core.device"))
+    try:
+        return torch.device(value)
+    except RuntimeError:
+        raise ValueError(needs("device", "the name of a device", repr(value), "core.device")) from None
