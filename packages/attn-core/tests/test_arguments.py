@@ -141,7 +141,7 @@ def test_one_type_for_all_reaches_q_too_but_an_8_bit_one_means_the_cache():
 def test_options_by_position_are_deprecated_and_in_upstream_order():
     p = pages([9, 3, 12])
     wrapper = decode_wrapper()
-    with pytest.warns(DeprecationWarning, match="by position") as caught:
+    with pytest.warns(DeprecationWarning, match="positionally") as caught:
         wrapper.plan(
             *p.table,
             *SIZES,

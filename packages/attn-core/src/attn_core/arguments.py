@@ -138,8 +138,9 @@ def mask_bits(
 
 
 def _packed(mask: torch.Tensor, size: int, device: torch.device) -> torch.Tensor:
-    if dense("packed_custom_mask", mask, "core.mask-dtype").dtype is not torch.uint8:
-        raise TypeError(needs("packed_custom_mask", "a uint8 tensor", mask.dtype, "core.mask-dtype"))
+    if not isinstance(mask, torch.Tensor) or mask.dtype is not torch.uint8:
+        got = getattr(mask, "dtype", type(mask).__name__)
+        raise TypeError(needs("packed_custom_mask", "a uint8 tensor", got, "core.mask-dtype"))
     _check_place("packed_custom_mask", mask, device)
     if mask.numel() != size:
         want = f"{size} bytes (each request's q_len * kv_len bits rounded up to bytes)"
@@ -148,6 +149,7 @@ def _packed(mask: torch.Tensor, size: int, device: torch.device) -> torch.Tensor
 
 
 def _check_place(name: str, mask: torch.Tensor, device: torch.device) -> None:
+    dense(name, mask, "core.mask-dtype")
     if mask.device.type not in ("cpu", device.type):
         raise ValueError(needs(name, f"a tensor on cpu or {device}", mask.device, "core.device"))
 
@@ -164,8 +166,9 @@ def _mask_shapes(q_len: torch.Tensor, batch: HostBatch) -> list[tuple[int, ...]]
 def _pack(
     mask: torch.Tensor, bit_indptr: torch.Tensor, shapes: list[tuple[int, ...]], device: torch.device
 ) -> torch.Tensor:
-    if dense("custom_mask", mask, "core.mask-dtype").dtype not in (torch.bool, torch.uint8):
-        raise TypeError(needs("custom_mask", "a bool (or 0/1 uint8) tensor", mask.dtype, "core.mask-dtype"))
+    if not isinstance(mask, torch.Tensor) or mask.dtype not in (torch.bool, torch.uint8):
+        got = getattr(mask, "dtype", type(mask).__name__)
+        raise TypeError(needs("custom_mask", "a bool (or 0/1 uint8) tensor", got, "core.mask-dtype"))
     _check_place("custom_mask", mask, device)
     size = int(bit_indptr[-1])
     if mask.numel() != size or (mask.ndim != 1 and tuple(mask.shape) not in shapes):

@@ -161,7 +161,7 @@ def latent(backend: Backend, target: DeviceTarget, rng: Random) -> Planned:
         },
         fits=frozenset({"kv_indices:one row more", "kv_len_arr:one more dimension"}),
         values={
-            "num_heads": (0, -1, 2.0, None, True), "head_dim_ckv": (0, 1.5, None), "head_dim_kpe": (0, True),
+            "num_heads": (0, -1, 2.0, None, True), "head_dim_ckv": (0, 1.5, None), "head_dim_kpe": (-1, True),
             "page_size": (0, -1, 2.5), "sm_scale": (None, "x", True), "q_data_type": ("int99", 3, None),
             "use_profiler": (True,),
             "kv_len_arr": (torch.tensor(kv_len) + size * 9, -torch.tensor(kv_len) - 1),
