@@ -26,6 +26,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def builds(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Name the folder in which workers share what they compile."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "amd-builds"
+    folder.mkdir(exist_ok=True)
+    os.environ["ATTN_TEST_BUILDS"] = os.fspath(folder)
+
+
 @pytest.fixture(scope="session")
 def native() -> Any:
     host = Host()

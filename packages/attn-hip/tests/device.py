@@ -7,8 +7,13 @@ get it and runs the compiled instructions over the tensors that were registered.
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import hashlib
+import os
+import shutil
 import subprocess
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +28,8 @@ from attn_hip.variants import Variant
 
 from .isa import Counts, Memory, Program, launch
 
+BUILDS = "ATTN_TEST_BUILDS"
+"""Names the folder where the workers of a test run leave what they have compiled."""
 CSRC = Path(build.__file__).parent / "csrc"
 LLVM19, LLVM22 = "clang-19", toolchain.ZIG
 TARGETS = (("gfx942", LLVM19), ("gfx942", LLVM22), ("gfx950", LLVM22))
@@ -40,22 +47,68 @@ def has(arch: str, compiler: str) -> bool:
     return any(found.name == compiler for found in toolchain.compilers(arch))
 
 
+@dataclass(frozen=True)
+class Made:
+    """What one run of a compiler left.
+
+    Attributes:
+        code: The code object.
+        text: The same as text.
+        seconds: Of one core.
+    """
+
+    code: bytes
+    text: str
+    seconds: float
+
+
 @lru_cache(maxsize=512)
-def assembly(variant: Variant, arch: str, compiler: str, sources: Path = CSRC) -> str:
-    """Return what a variant compiles to, as text."""
+def made(variant: Variant, arch: str, compiler: str, sources: Path = CSRC) -> Made:
+    """Return what a variant compiles to; the first worker that asks compiles it."""
     found = toolchain.find(arch, compiler)
-    made = subprocess.run(
-        [*found.arguments(arch), "-S", *(f"-D{d}" for d in variant.defines), "-o", "-", variant.source],
-        cwd=sources, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert made.returncode == 0, made.stderr
-    return made.stdout
+    files = sorted(path for path in sources.iterdir() if path.is_file())
+    said = "\0".join((variant.name, arch, compiler, *(path.read_text() for path in files)))
+    place = Path(os.environ[BUILDS]) / hashlib.sha256(said.encode()).hexdigest()
+    with (place.with_suffix(".lock")).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not place.is_dir():
+            work = place.with_suffix(".new")
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir()
+            _compile(found, variant, arch, sources, work)
+            work.rename(place)
+    (text,) = place.glob("*.s")
+    seconds = float((place / "seconds").read_text())
+    return Made((place / "kernel.co").read_bytes(), text.read_text(), seconds)
+
+
+def _compile(
+    compiler: toolchain.DeviceCompiler, variant: Variant, arch: str, sources: Path, work: Path
+) -> None:
+    """Compile as the product does, keeping the assembly that the code object is made of."""
+    out = work / "kernel.co"
+    command = [
+        *compiler.arguments(arch), "-save-temps=obj", *(f"-D{d}" for d in variant.defines), "-o", str(out),
+        variant.source,
+    ]  # fmt: skip
+    with (work / "log").open("wb") as log:
+        process = subprocess.Popen(
+            command, cwd=sources, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            env=compiler.environment(work),
+        )  # fmt: skip
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, (work / "log").read_text()
+    for left in work.iterdir():
+        if left.suffix not in (".s", ".co"):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+    (work / "seconds").write_text(f"{used.ru_utime + used.ru_stime:.2f}")
 
 
 @lru_cache(maxsize=512)
 def program(variant: Variant, arch: str, compiler: str, sources: Path = CSRC) -> Program:
     """Return a variant as a program."""
-    return Program.parse(assembly(variant, arch, compiler, sources), variant.entry)
+    return Program.parse(made(variant, arch, compiler, sources).text, variant.entry)
 
 
 class Device:

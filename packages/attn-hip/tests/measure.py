@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from attn_hip import budget, codeobject, device_build, variants
+from attn_hip import budget, codeobject, variants
 from attn_hip.budget import FILE, LOOP_COUNTS, waves_per_simd
 from attn_hip.variants import Variant
 
 from .attention import BF16, FN, FNUZ, Case, attend, inputs
-from .device import Device
+from .device import CSRC, Device, made
 from .isa import BYTES_PER_CLOCK, Counts
 
 NEVER_SPLIT = {"disable_split_kv": True}
@@ -70,14 +71,9 @@ def all_variants(arch: str) -> tuple[Variant, ...]:
     return (*variants.attend_variants(arch), *variants.misc_variants(arch).values())
 
 
-def resources(variant: Variant, arch: str, compiler: str) -> codeobject.Resources:
-    """Build a code object, or find it in the cache, and read it."""
-    made = device_build.build(variant, arch, compiler)
-    return codeobject.resources(made.path.read_bytes())[variant.entry]
-
-
-def resource_row(variant: Variant, arch: str, compiler: str) -> dict[str, Any]:
-    r = resources(variant, arch, compiler)
+def resource_row(variant: Variant, arch: str, compiler: str, sources: Path = CSRC) -> dict[str, Any]:
+    """Build a code object by the product's own command, or find it, and read it."""
+    r = codeobject.resources(made(variant, arch, compiler, sources).code)[variant.entry]
     return {
         "variant": variant.name, "arch": arch, "compiler": compiler, "vgpr": r.vgpr, "agpr": r.agpr,
         "sgpr": r.sgpr, "lds": r.lds + variant.lds, "scratch": r.scratch, "vgpr_spills": r.vgpr_spills,

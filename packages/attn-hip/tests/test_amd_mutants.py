@@ -53,7 +53,7 @@ MUTANTS = {
         "if constexpr (kAsync) await_copies<0>();", "decode-4", Race, "since the last barrier",
     ),
     "no bound on page ids": Mutant(
-        "stage_gpu.h", "if (token < end) page =", "page =",
+        "stage_gpu.h", "pages_.look(least(token, end_ - 1), true);", "pages_.look(token, true);",
         "decode-4", OutOfBounds, "of kv_indices, which has",
     ),
     "no bound on query rows": Mutant(

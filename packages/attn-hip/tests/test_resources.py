@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-import resource
+import shutil
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,21 +19,14 @@ import pytest
 from attn_hip import budget
 from attn_hip.budget import LOOP_COUNTS, waves_per_simd
 
-from .device import TARGETS, Device, has
+from .device import CSRC, TARGETS, Device, has, made
 from .measure import LOOPS, all_variants, loop_row, resource_row, write
 
 WRITES = bool(os.environ.get("ATTN_WRITE_BUDGET"))
 SLACK = 1.02
 BUILD_SECONDS = 60 * 2  # of one core, for one arch by one compiler: a minute on two cores
 JOBS = [(variant, *target) for target in TARGETS for variant in all_variants(target[0])]
-HALVES = ("bf16", "fp16")
-SCALARS = {
-    f"attend_{half}_any_{shape}" for half in HALVES for shape in ("128_16", "128_64", "256_16", "256_64")
-}
-"""Kernels with every feature, that keep a scalar or two in lanes of a vector register."""
-SCRATCH = {(f"attend_{half}_same_256_64", "gfx942", "clang-19") for half in HALVES}
-"""Kernels that keep a few registers in scratch memory: by clang 19, not by LLVM 22."""
-MOST_SCALARS, MOST_SPILLS, MOST_SCRATCH, MOST_CONFLICTS = 2, 5, 24, 1.0
+MOST_CONFLICTS = 1.0
 Key = tuple[str, str, str]
 pytestmark = [pytest.mark.amd, pytest.mark.xdist_group("resources")]
 
@@ -42,12 +37,10 @@ def measured() -> dict[Key, dict[str, Any]]:
     for arch, compiler in TARGETS:
         if not has(arch, compiler):
             pytest.skip(f"{compiler} for {arch} is not here")
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         rows = list(pool.map(lambda job: resource_row(*job), JOBS))
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert spent <= BUILD_SECONDS * len(TARGETS)
+    for target in TARGETS:
+        assert sum(made(variant, *target).seconds for variant in all_variants(target[0])) <= BUILD_SECONDS
     return {_key(row): row for row in rows}
 
 
@@ -94,16 +87,38 @@ def test_loops_execute_no_more_than_their_budget(loops: dict[Key, dict[str, Any]
     assert over == []
 
 
-def test_hardly_anything_spills(measured: dict[Key, dict[str, Any]]) -> None:
-    """These bounds may shrink, never grow."""
-    wrong = [
-        key
-        for key, row in measured.items()
-        if row["vgpr_spills"] > (MOST_SPILLS if key in SCRATCH else 0)
-        or row["scratch"] > (MOST_SCRATCH if key in SCRATCH else 0)
-        or row["sgpr_spills"] > (MOST_SCALARS if key[0] in SCALARS else 0)
-    ]
-    assert wrong == []
+def spilling(rows: Mapping[Key, Mapping[str, Any]]) -> dict[Key, dict[str, int]]:
+    """Return what kernels keep in memory, or in lanes, for want of registers."""
+    kept = {
+        key: {name: row[name] for name in ("vgpr_spills", "sgpr_spills", "scratch") if row[name]}
+        for key, row in rows.items()
+    }
+    return {key: some for key, some in kept.items() if some}
+
+
+def test_nothing_spills(measured: dict[Key, dict[str, Any]]) -> None:
+    """Whatever the budget says: no register is spilled and no kernel takes scratch memory."""
+    assert spilling(measured) == {}
+
+
+@pytest.mark.parametrize(("arch", "compiler"), TARGETS)
+def test_spills_and_scratch_are_seen(arch: str, compiler: str, tmp_path: Path) -> None:
+    """A kernel that is squeezed into too few registers is reported."""
+    if not has(arch, compiler):
+        pytest.skip(f"{compiler} for {arch} is not here")
+    sources = tmp_path / "csrc"
+    shutil.copytree(CSRC, sources)
+    kernel = sources / "kernels_gpu.cpp"
+    text = kernel.read_text()
+    assert text.count("void ATTN_ENTRY(") == 1
+    kernel.write_text(
+        text.replace("void ATTN_ENTRY(", "__attribute__((amdgpu_num_vgpr(64))) void ATTN_ENTRY(")
+    )
+    variant = next(v for v in all_variants(arch) if v.name == "attend_bf16_same_128_64")
+    row = resource_row(variant, arch, compiler, sources)
+    kept = spilling({_key(row): row})[_key(row)]
+    assert kept["vgpr_spills"] > 0
+    assert kept["scratch"] > 0
 
 
 def test_prefill_and_decode_have_waves_to_hide_latency(measured: dict[Key, dict[str, Any]]) -> None:
@@ -132,7 +147,7 @@ def test_shared_memory_has_no_bank_conflicts(loops: dict[Key, dict[str, Any]]) -
 
 def test_matrix_units_are_what_prefill_keeps_busy(loops: dict[Key, dict[str, Any]]) -> None:
     """Clocks of matrix instructions over those of vector instructions; gfx950 multiplies twice as fast."""
-    least = {"gfx942": 0.9, "gfx950": 0.5}
+    least = {"gfx942": 0.8, "gfx950": 0.5}
     few = {
         key: row["matrix_over_vector"]
         for key, row in loops.items()
@@ -142,7 +157,7 @@ def test_matrix_units_are_what_prefill_keeps_busy(loops: dict[Key, dict[str, Any
 
 
 def test_decode_issues_in_a_part_of_the_time_that_memory_takes(loops: dict[Key, dict[str, Any]]) -> None:
-    most = {"gfx942": 0.25, "gfx950": 0.33}
+    most = {"gfx942": 0.21, "gfx950": 0.31}
     slow = {
         key: row["issue_over_memory"]
         for key, row in loops.items()

@@ -37,11 +37,18 @@ using SharedOf = __attribute__((address_space(3))) T*;
 // The kernel's argument, of which AttendParams is the front, as the compiler has not seen it yet.
 ATTN_DEVICE const AttendParams& argument_again(const AttendParams&) {
   auto* at = (const __attribute__((address_space(4))) AttendParams*)__builtin_amdgcn_kernarg_segment_ptr();
-  asm("" : "+s"(at));
+  asm volatile("" : "+s"(at));  // never merged with another
   return *(const AttendParams*)at;
 }
 ATTN_DEVICE int thread_index() { return __builtin_amdgcn_workitem_id_x(); }
 ATTN_DEVICE int block_index() { return __builtin_amdgcn_workgroup_id_x(); }
+// The block's work item, likewise.
+constexpr bool kReadsItemAgain = true;
+ATTN_DEVICE WorkItem item_again(const AttendParams& p) {
+  int block = block_index();
+  asm volatile("" : "+s"(block));
+  return reinterpret_cast<const AttendLaunch&>(argument_again(p)).items[block];
+}
 ATTN_DEVICE int lane_index() { return thread_index() & 63; }
 ATTN_DEVICE int wave_index() { return __builtin_amdgcn_readfirstlane(thread_index() >> 6); }
 ATTN_DEVICE void barrier() {

@@ -38,12 +38,12 @@ class PageLookup {
   ATTN_MEMBER PageLookup(const AttendParams& p, int request)
       : page_size_(p.page_size), start_(p.kv_indptr[request]), indices_(p.kv_indices) {}
   int page, slot;
-  ATTN_MEMBER void look(int token, int end) {
+  ATTN_MEMBER void look(int token, bool exists) {
     page = 0, slot = start_ + token;
     if (!indices_) return;
     const int entry = page_size_.of(token);
     slot = token - entry * int(page_size_.divisor);
-    if (token < end) page = indices_[start_ + entry];
+    if (exists) page = indices_[start_ + entry];
   }
 
  private:
@@ -52,19 +52,28 @@ class PageLookup {
   const int32_t* indices_;
 };
 
-// The first n elements of `size` bytes, one by one, and zeros behind them. For what does not start on 16 bytes or ends
-// within them.
-ATTN_DEVICE Line load_elements(const char* from, int n, int size) {
-  Line line = {{0, 0, 0, 0}};
+// Of each of `Rows` lines the first n elements of `size` bytes, one by one, and zeros behind them. For what does not
+// start on 16 bytes or ends within them.
+template <int Rows>
+ATTN_DEVICE void load_elements(Line (&lines)[Rows], const char* const (&from)[Rows], int n, int size) {
+  ATTN_UNROLL
+  for (int r = 0; r < Rows; r++) lines[r] = {{0, 0, 0, 0}};
   ATTN_ROLL
   for (int i = 0; i < n; i++) {
-    const uint32_t x = size == 2 ? *global(reinterpret_cast<const uint16_t*>(from + 2 * i))
-                                 : *global(reinterpret_cast<const uint8_t*>(from + i));
     const int bit = i * size * 8;
     ATTN_UNROLL
-    for (int w = 0; w < 4; w++) line.x[w] |= bit / 32 == w ? x << (bit & 31) : 0;
+    for (int r = 0; r < Rows; r++) {
+      const uint32_t x = size == 2 ? *global(reinterpret_cast<const uint16_t*>(from[r] + 2 * i))
+                                   : *global(reinterpret_cast<const uint8_t*>(from[r] + i));
+      ATTN_UNROLL
+      for (int w = 0; w < 4; w++) lines[r].x[w] |= bit / 32 == w ? x << (bit & 31) : 0;
+    }
   }
-  return line;
+}
+ATTN_DEVICE Line load_elements(const char* from, int n, int size) {
+  Line line[1];
+  load_elements(line, {from}, n, size);
+  return line[0];
 }
 
 template <class E, int D, int Waves, int KeyGroups, int Steps, bool General, bool Fp8>
@@ -85,7 +94,6 @@ class Stager {
   static constexpr int kValueBytes = KeyGroups * Frags::kPanelBytes, kKeyBytes = kDirect ? 0 : kValueBytes;
   static constexpr int kStageBytes = kKeyBytes + kValueBytes, kBytes = kStages * kStageBytes;
   static constexpr bool kApart = !kAhead && !kAsync && General;  // keys are put before values are loaded
-  static constexpr bool kWholeSteps = kLoadsAnywhere && !General && D < 256;  // else registers lack
   static constexpr int kElems = Fp8 && !General ? 16 : 8;  // of a line on its way
 
   ATTN_MEMBER Stager(const AttendParams& p, const WorkItem& item, Shared shared, Keys keys)
@@ -97,7 +105,7 @@ class Stager {
                            p.v_stride_head;
     const uint64_t bits = uint64_t(places * size_) | reinterpret_cast<uint64_t>(p.k) | reinterpret_cast<uint64_t>(p.v);
     aligned_ = kLoadsAnywhere || bits % 16 == 0;
-    pages_.look(token(next_), end_);
+    if (kAsync || next_ < end_) look_up(next_);
     if constexpr (kAsync) {
       ATTN_ROLL
       for (int s = 0; s + 1 < kStages; s++) start(s);
@@ -153,7 +161,6 @@ class Stager {
 
   ATTN_MEMBER static int line() { return lane_index() % kLines; }
   ATTN_MEMBER static int row() { return lane_index() / kLines * kRows; }
-  ATTN_MEMBER static int token(int kv) { return kv + wave_key() + lane_index() % kWaveKeys; }
   ATTN_MEMBER static int panel_row() { return row_group() * kWaveKeys + row(); }
   ATTN_MEMBER Shared panel(int stage) const {
     return shared_ + stage * kStageBytes + key_group() * Frags::kPanelBytes;
@@ -167,6 +174,14 @@ class Stager {
   ATTN_MEMBER static int wave_key() { return key_group() * kPanelKeys + row_group() * kWaveKeys; }
   ATTN_MEMBER bool exists(int row) const { return next_ + wave_key() + row < end_; }
 
+  // Looks up this lane's token of the step that begins at kv. Copies write zeros for a token that does not exist; else
+  // the last one stands in for it: its score is masked, its value cleared.
+  ATTN_MEMBER void look_up(int kv) {
+    const int token = kv + wave_key() + lane_index() % kWaveKeys;
+    if constexpr (kAsync) pages_.look(token, token < end_);
+    else pages_.look(least(token, end_ - 1), true);
+  }
+
   // Where the token of the next step that this lane looked up is in k and v, in bytes; looks up the one after it.
   struct Spot {
     int64_t k, v;
@@ -174,7 +189,7 @@ class Stager {
   ATTN_MEMBER Spot next_spot() {
     const AttendParams& p = params();
     const int64_t page = pages_.page, slot = pages_.slot;
-    pages_.look(token(next_ + kKeys), end_);
+    look_up(next_ + kKeys);
     return {(page * p.k_stride_page + slot * p.k_stride_token) * size_,
             (page * p.v_stride_page + slot * p.v_stride_token) * size_};
   }
@@ -210,44 +225,51 @@ class Stager {
     next_ += kKeys;
   }
 
-  ATTN_MEMBER Line load(const char* from, int line, int dims, bool real) const {
+  template <int N>
+  ATTN_MEMBER void load(Line (&to)[N], const char* const (&from)[N], int line, int dims) const {
     const int n = General ? most(0, least(kElems, dims - line * kElems)) : kElems;
-    if (!real) return Line{{0, 0, 0, 0}};
-    if (!aligned_ || n < kElems) return load_elements(from, n, size_);
-    if (General && size_ == 1) return Line{{load_word(from), load_word(from + 4), 0, 0}};
-    return load_line(from);
+    if (!aligned_ || n < kElems) {
+      load_elements(to, from, n, size_);
+    } else {
+      ATTN_UNROLL
+      for (int i = 0; i < N; i++) {
+        if (General && size_ == 1) to[i] = {{load_word(from[i]), load_word(from[i] + 4), 0, 0}};
+        else to[i] = load_line(from[i]);
+      }
+    }
   }
 
   ATTN_MEMBER void fetch() {
+    if (kAhead && next_ >= end_) return;
     const Spot spot = next_spot();
-    // Every step but the last is whole, and costs no question about single keys.
-    const bool whole = kWholeSteps && next_ + kKeys <= end_;
-    if (whole) load_keys<true>(spot);
-    else load_keys<false>(spot);
+    load_keys(spot);
     if constexpr (kApart) put_keys();
-    if (whole) load_values<true>(spot);
-    else load_values<false>(spot);
+    load_values(spot);
     next_ += kKeys;
   }
-  template <bool Whole>
   ATTN_MEMBER void load_keys(Spot spot) {
+    const char* from[kDirect ? kKeyLines : kRows];
     if constexpr (kDirect) {
       ATTN_UNROLL
-      for (int k = 0; k < kKeyLines; k++) {
-        const int line = k * (kWave / 16) + lane_index() / 16;
-        key_[k] = load(key_at(spot, line), line, params().head_dim_qk, Whole || exists(lane_index() % 16));
-      }
+      for (int k = 0; k < kKeyLines; k++) from[k] = key_at(spot, k * (kWave / 16) + lane_index() / 16);
     } else {
       ATTN_UNROLL
-      for (int i = 0; i < kRows; i++)
-        key_[i] = load(key_at(of_row(spot, i), line()), line(), params().head_dim_qk, Whole || exists(row() + i));
+      for (int i = 0; i < kRows; i++) from[i] = key_at(of_row(spot, i), line());
     }
+    load(key_, from, line(), params().head_dim_qk);
   }
-  template <bool Whole>
   ATTN_MEMBER void load_values(Spot spot) {
+    const char* from[kRows];
+    ATTN_UNROLL
+    for (int i = 0; i < kRows; i++) from[i] = value_at(of_row(spot, i), line());
+    load(value_, from, line(), params().head_dim_vo);
+  }
+  // Every step but the last is whole, and costs no question about single keys.
+  ATTN_MEMBER void clear_values() {
+    if (next_ <= end_) return;
     ATTN_UNROLL
     for (int i = 0; i < kRows; i++)
-      value_[i] = load(value_at(of_row(spot, i), line()), line(), params().head_dim_vo, Whole || exists(row() + i));
+      if (!exists(row() + i - kKeys)) value_[i] = {{0, 0, 0, 0}};
   }
 
   ATTN_MEMBER Line widened(const Line& x, int half) const {
@@ -270,6 +292,7 @@ class Stager {
     }
   }
   ATTN_MEMBER void put_values() {
+    clear_values();
     ATTN_UNROLL
     for (int h = 0; h < kElems / 8; h++) {
       Line rows[kRows];

@@ -112,7 +112,7 @@ class GpuTile {
     first_ = rows.first + Stage::row_group() * 16 * kUnitBlocks;
     last_ = rows.first + rows.count - 1;
     ATTN_UNROLL
-    for (int u = 0; u < kUnits; u++) open_unit(p, item, rows, units_[u], first_ + u * kUnitRows);
+    for (int u = 0; u < kUnits; u++) open_unit(late(p), item, rows, units_[u], first_ + u * kUnitRows);
     load_query();
   }
 
@@ -271,13 +271,22 @@ class GpuTile {
                                   float scale) const {
     const float part = share<GpuTile>(unit.state, r, scale), lse = log_sum<GpuTile>(unit.state, r, left);
     if (packed > last_) return;
-    const Sink sink = sink_of(p, rows_, item_, packed, item_.kv_head);
+    const Sink sink = sink_at_end(p, packed);
     switch (sink.dtype) {
       case kFloat32: write_row<float>(unit, sink, r, part); break;
       case kFloat16: write_row<F16>(unit, sink, r, part); break;
       default: write_row<B16>(unit, sink, r, part);
     }
     if (frag_col(0) == 0 && sink.lse) *global(sink.lse) = lse;
+  }
+
+  ATTN_MEMBER Sink sink_at_end(const AttendParams& p, int packed) const {
+    if constexpr (General && kReadsItemAgain) {
+      const WorkItem item = item_again(p);
+      return sink_of(p, rows_of(p, item.request, item.q_tile), item, packed, item.kv_head);
+    } else {
+      return sink_of(p, rows_, item_, packed, item_.kv_head);
+    }
   }
 
   ATTN_MEMBER Shared queries() const {

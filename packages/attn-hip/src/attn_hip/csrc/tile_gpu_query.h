@@ -11,8 +11,9 @@ ATTN_MEMBER uint16_t GpuTile<E, D, Blocks, Waves, KeyGroups, General, Fp8>::quer
   if (!General) return q[d];
   if (d >= p_.head_dim_qk) return 0;
   if (p_.position != kPositionRope) return q[d];
-  const int half = p_.head_dim_qk / 2, i = d < half ? d : d - half;
-  const float turn = turn_of(p_.rope_turns[i], rows_.kv_len - rows_.q_len + query);
+  const AttendParams& p = late(p_);
+  const int half = p.head_dim_qk / 2, i = d < half ? d : d - half;
+  const float turn = turn_of(p.rope_turns[i], rows_.kv_len - rows_.q_len + query);
   const float x = E::widen(q[d]), other = E::widen(q[d < half ? d + half : i]);
   const float sine = d < half ? -sin_turn(turn) : sin_turn(turn);
   return uint16_t(E::pair(x * cos_turn(turn) + other * sine, 0.f));
@@ -21,14 +22,15 @@ ATTN_MEMBER uint16_t GpuTile<E, D, Blocks, Waves, KeyGroups, General, Fp8>::quer
 template <class E, int D, int Blocks, int Waves, int KeyGroups, bool General, bool Fp8>
 ATTN_MEMBER Line GpuTile<E, D, Blocks, Waves, KeyGroups, General, Fp8>::query_line(
     int packed, int line, bool aligned) const {
-  const uint16_t* q = static_cast<const uint16_t*>(p_.q) +
-                      row_offset(p_, rows_, packed, item_.kv_head, p_.q_stride_row, p_.q_stride_head);
+  const AttendParams& p = late(p_);
+  const uint16_t* q = static_cast<const uint16_t*>(p.q) +
+                      row_offset(p, rows_, packed, item_.kv_head, p.q_stride_row, p.q_stride_head);
   const char* at = reinterpret_cast<const char*>(q + line * 8);
   if constexpr (!General) return aligned ? load_line(at) : load_elements(at, 8, 2);
   Line x;
   ATTN_UNROLL
   for (int w = 0; w < 4; w++) {
-    const int d = line * 8 + w * 2, query = packed / p_.group;
+    const int d = line * 8 + w * 2, query = packed / p.group;
     x.x[w] = query_element(q, query, d) | uint32_t(query_element(q, query, d + 1)) << 16;
   }
   return x;
