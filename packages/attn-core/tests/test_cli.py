@@ -225,3 +225,15 @@ def test_first_of_two_packages_has_the_name(monkeypatch):
     points = [EntryPoint("same", f"{owner}:command", mount.GROUP) for owner in ("zeta", "alpha")]
     monkeypatch.setattr(mount, "entry_points", lambda group: points)
     assert mount.mounted()["same"].value == "alpha:command"
+
+
+def test_without_numpy_torch_has_nothing_to_say():
+    program = "import sys; sys.modules['numpy'] = None; from attn_core.cli import main; main()"
+    ran = subprocess.run(
+        [sys.executable, "-c", program, "explain", "--op", "decode", "--page-size", "x"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert ran.stderr == "attn explain: --page-size: needs a whole number, got 'x' [cli.page-size]\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 
 MISSING_EXTRA = "attn: needs typer and rich, got no {name}; install them with: pip install 'attn-core[cli]'"
 
@@ -20,4 +21,6 @@ def main() -> None:
         raise SystemExit(2) from None
     from .app import app
 
+    # torch says so at its first use of a tensor; no package here needs NumPy.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     app(prog_name="attn")
