@@ -341,7 +341,8 @@ def _transposed(ins: Instruction, machine: Machine) -> Step:
 
     Sixteen lanes read a matrix of 4 rows by 16 halves: lanes 4j to 4j + 3 hold row j. Lane i gets column i.
     So do ROCm/rocm-systems pull request 10175 (halfword n of lane l comes from lane l // 4 % 4 + 4 * n of its
-    sixteen, halfword l % 4) and triton-lang/triton pull request 8525.
+    sixteen, halfword l % 4), and so draws it the discussion of triton-lang/triton pull request 8525 (lane 0
+    gets one row of what lanes 0, 4, 8 and 12 read).
     """
     ins.only("offset")
     target, address = needs_register(ins.operands[0], "v"), needs_register(ins.operands[1], "v")
