@@ -32,7 +32,9 @@ KINDS = {
 
 
 def planner(native: Any, heads: int, workers: int) -> Any:
-    return native.PlanInput(GROUP, heads, TILE_Q, KV_TILE, MIN_CHUNK, FINE, workers, 1, -1, True, 0, -1)
+    return native.PlanInput(
+        GROUP, heads, TILE_Q, KV_TILE, MIN_CHUNK, FINE, workers, 1, -1, True, (0, 0, 0, 0), 0, -1
+    )
 
 
 def plan(how: Any, qo_indptr: torch.Tensor, kv_len: torch.Tensor) -> Any:

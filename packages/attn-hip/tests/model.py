@@ -48,6 +48,7 @@ class Asked:
     split: int = 0
     max_slots: int = -1
     fine: int = 0
+    pace: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
 
     def packed(self, request: int) -> int:
         return self.q_len[request] * self.group
@@ -105,7 +106,7 @@ def capacity(native: Any, asked: Asked, *limits: int) -> tuple[int, int, int]:
 def _native(native: Any, a: Asked) -> tuple[Any, torch.Tensor, torch.Tensor]:
     how = native.PlanInput(
         a.group, a.num_kv_heads, a.tile_q, a.kv_tile, a.min_chunk, a.fine, a.workers, a.max_heads,
-        a.window_left, a.causal, a.split, a.max_slots,
+        a.window_left, a.causal, a.pace, a.split, a.max_slots,
     )  # fmt: skip
     indptr = torch.tensor([0, *a.q_len], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return how, indptr, torch.tensor(a.kv_len, dtype=torch.int32)

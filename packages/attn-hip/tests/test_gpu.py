@@ -184,7 +184,7 @@ def test_a_captured_plan_of_one_row_stays_one_of_one_row() -> None:
     world = World()
     d = Decode(world, 2, 1)
     d.plan(world.table((30, 40)))
-    with pytest.raises(ValueError, match=r"q_len_per_req: needs 1, frozen by .*core\.graph-frozen"):
+    with pytest.raises(ValueError, match=r"q_len_per_req: needs 1, of the frozen .*core\.graph-frozen"):
         d.plan(world.table((30, 40)), q_len_per_req=4)
     assert d.wrapper._qo_indptr_buf.tolist() == [0, 1, 2]
 

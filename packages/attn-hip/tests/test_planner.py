@@ -33,6 +33,7 @@ def asked(draw: st.DrawFn) -> Asked:
         split=draw(st.sampled_from([0, 0, 0, -1, 1, 7, 16, 1000])),
         max_slots=draw(st.sampled_from([-1, -1, 0, 1, 7, 40])),
         fine=draw(st.sampled_from([0, 0, 1, 4])),
+        pace=draw(st.sampled_from([(0,) * 5, (0, 0, 0, 3, 8), (5, 2, 20, 2, 4), (40, 0, 1000, 8, 0)])),
     )
 
 
@@ -154,13 +155,13 @@ def test_more_items_than_can_be_numbered_are_refused(native: Any) -> None:
         plan(native, Asked((1,) * 64, (2_000_000,) * 64, num_kv_heads=1, split=1))
 
 
-# The tile of a GPU: 16 up to 16 packed rows, 32 up to 32, 128 from 256 on, else 64. Unlike requests count by
+# The tile of a GPU: 16 up to 16 packed rows, 128 from 256 on, else 64. Unlike requests count by
 # their mean, captured ones by the longest that fits.
 @pytest.mark.parametrize(
     ("batch", "q_len", "group", "captured", "tile"),
     [
-        (4, 4, 4, False, 16), (4, 4, 4, True, 16), (4, 5, 4, False, 32), (4, 5, 4, True, 32),
-        (4, 1, 16, True, 16), (4, 1, 17, True, 32), (64, 2, 8, True, 16), (4, 0, 4, False, 16),
+        (4, 4, 4, False, 16), (4, 4, 4, True, 16), (4, 5, 4, False, 64), (4, 5, 4, True, 64),
+        (4, 1, 16, True, 16), (4, 1, 17, True, 64), (64, 2, 8, True, 16), (4, 0, 4, False, 16),
         (4, 63, 4, False, 64), (4, 63, 4, True, 64), (4, 64, 4, False, 128), (4, 64, 4, True, 128),
     ],
 )  # fmt: skip
@@ -176,9 +177,9 @@ def test_tile_of_equal_requests_is_the_same_under_capture(
         (16, 4, 4, False, 16),
         (16, 4, 4, True, 64),  # one request may have 13 rows: 52 packed
         (4, 4, 4, True, 16),  # a row each: nobody can have more
-        (8, 4, 4, True, 32), (6, 3, 4, True, 16), (5, 2, 4, True, 16), (6, 2, 4, True, 32),
+        (8, 4, 4, True, 64), (6, 3, 4, True, 16), (5, 2, 4, True, 16), (6, 2, 4, True, 64),
         (255, 4, 4, False, 64), (256, 4, 4, False, 128), (66, 3, 4, True, 128), (65, 3, 4, True, 64),
-        (19, 4, 4, False, 32), (18, 4, 4, False, 32), (17, 4, 4, False, 32), (0, 0, 4, False, 16),
+        (19, 4, 4, False, 64), (18, 4, 4, False, 64), (17, 4, 4, False, 64), (0, 0, 4, False, 16),
     ],
 )  # fmt: skip
 def test_tile_of_unlike_requests(
@@ -234,3 +235,38 @@ def test_small_batches_wait_for_one_chunk_at_most(native: Any) -> None:
         for time in times:
             heapq.heapreplace(free, free[0] + time)
         assert max(free) <= sum(times) / 304 + max(times)
+
+
+# Of an H200: 132 multiprocessors with two blocks each; 107 blocks keep its memory busy.
+H200 = Asked(
+    (1,) * 16, (512,) * 16, group=4, num_kv_heads=8, tile_q=16, kv_tile=64, min_chunk=64, workers=264,
+    causal=True, fine=64, pace=(118, 60, 400, 107, 132),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("batch", "kv_len"), [(16, 512), (64, 512), (16, 2048), (16, 8192)])
+def test_what_keeps_a_measured_device_busy_is_not_split(native: Any, batch: int, kv_len: int) -> None:
+    """A second launch and second starts cost more than an even number of blocks brings."""
+    a = replace(H200, q_len=(1,) * batch, kv_len=(kv_len,) * batch)
+    assert plan(native, a).slots == 0
+    assert plan(native, replace(a, pace=(0,) * 5)).slots > 0
+
+
+@pytest.mark.parametrize(("batch", "kv_len"), [(1, 4096), (4, 2048), (1, 131072)])
+def test_few_keys_are_split_as_far_as_it_pays(native: Any, batch: int, kv_len: int) -> None:
+    a = replace(H200, q_len=(1,) * batch, kv_len=(kv_len,) * batch)
+    assert 60 <= len(plan(native, a).items) <= 264
+
+
+def test_one_long_request_among_many_is_split(native: Any) -> None:
+    a = replace(H200, q_len=(1,) * 33, kv_len=(60000,) + (500,) * 32)
+    made = plan(native, a)
+    assert {item.request for item in made.items if item.slot >= 0} == {0}
+    assert balance(made.items, 264, 64) > 0.5
+
+
+def test_blocks_of_a_large_grid_are_not_spread(native: Any) -> None:
+    """128 captured items may share 64 multiprocessors: there they are split."""
+    a = replace(H200, kv_len=(8192,) * 16)
+    assert len(plan(native, a).items) == 128
+    assert len(plan(native, replace(a, pace=(118, 60, 400, 107, 0))).items) == 256

@@ -24,9 +24,12 @@ _DECODES = (Op.DECODE, Op.VERIFY)
 _MOST_ROWS = 2**31 - 1  # native code counts in int32
 _CPU_MIN_CHUNK = 512
 _GPU_KV_TILE, _GPU_FINE = 64, 16
-_GPU_MIN_CHUNK = {16: 128, 32: 128, 64: 256, 128: 256}
+_GPU_MIN_CHUNK = {16: 128, 64: 256, 128: 256}
 _GPU_BLOCKS = 2
 """Blocks that a compute unit runs side by side."""
+_NOT_MEASURED = (0, 0, 0, 0, 0)
+_KEY_BYTES = 512
+"""Key and value of a head for which paces were measured."""
 _INVARIANT_TILE = 64
 """Tiles of other heights add a row's keys up in another order: the rest of the batch may not choose."""
 _PACKED_ROWS = 16
@@ -45,6 +48,7 @@ class Style:
         min_chunk: Keys of a chunk, at least.
         max_heads: KV heads of an item, at most.
         fine: Short chunks may be any multiple of it where that keeps workers busier; 0 for no such choice.
+        pace: What splitting costs and brings there: ``Pace`` of csrc/planner.h.
     """
 
     tile_q: int
@@ -52,6 +56,25 @@ class Style:
     min_chunk: int
     max_heads: int
     fine: int = 0
+    pace: tuple[int, int, int, int, int] = _NOT_MEASURED
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Costs in keys of a block among few, as in ``Pace``; blocks of a multiprocessor that suffice."""
+
+    start: int
+    part: int
+    join: int
+    saturated: float
+
+
+_H200 = {
+    16: _Measured(118, 60, 400, 0.81),
+    64: _Measured(80, 60, 440, 1.25),
+    128: _Measured(80, 200, 290, 1.3),
+}
+"""By tile height. A block among few takes 80, 55, 36 keys of bfloat16, head_dim 128, in a microsecond."""
 
 
 def plan(native: Any, query: Query, batch: HostBatch) -> PlanResult:
@@ -135,7 +158,9 @@ def style_of(native: Any, query: Query) -> Style:
         else:
             wanted = native.cta_tile_q(*_rows(query), group, graph is not None)
         tile = _fitting(wanted, variants.tiles(query.target.arch, problem))
-        return Style(tile, _GPU_KV_TILE, _GPU_MIN_CHUNK[tile], 1, _GPU_FINE)
+        if query.target.kind == "hip":
+            return Style(tile, _GPU_KV_TILE, _GPU_MIN_CHUNK[tile], 1, _GPU_FINE)
+        return Style(tile, _GPU_KV_TILE, _GPU_KV_TILE, 1, _GPU_KV_TILE, _pace(query, tile))
     if graph is None:
         rows = shape.max_q_len
     elif problem.op in _DECODES:
@@ -148,6 +173,20 @@ def style_of(native: Any, query: Query) -> Style:
         row_bytes = (problem.head_dim_qk + problem.head_dim_vo) * problem.kv_dtype.itemsize
         heads = max(1, _PACKED_BYTES // (_PACKED_TOKENS * row_bytes))
     return Style(native.tile_q_for(min(packed, _MOST_ROWS)), native.kv_tile(), _CPU_MIN_CHUNK, heads)
+
+
+def _pace(query: Query, tile: int) -> tuple[int, int, int, int, int]:
+    """Return what was measured on an H200, for its number of multiprocessors."""
+    problem, cus = query.problem, max(1, query.target.num_cus)
+    measured = _H200[tile]
+    share = 1.0
+    if tile <= _PACKED_ROWS:  # bound by memory: of shorter rows more blocks are needed to ask for enough
+        row_bytes = (problem.head_dim_qk + problem.head_dim_vo) * problem.kv_dtype.itemsize
+        share = min(max(1.0, _KEY_BYTES / row_bytes), _GPU_BLOCKS / measured.saturated)
+    # The blocks of a large grid, as captured ones are, do not each begin on a multiprocessor of their own.
+    # A decode is cut for that always, so that a replay has the bits of an eager run.
+    spread = 0 if query.graph is not None or problem.op in _DECODES else cus
+    return measured.start, measured.part, measured.join, round(measured.saturated * share * cus), spread
 
 
 def _fitting(tile: int, built: tuple[int, ...]) -> int:
@@ -185,7 +224,7 @@ def _input(native: Any, problem: AttentionProblem, style: Style, workers: int, m
     return native.PlanInput(
         problem.gqa_group_size, problem.num_kv_heads, style.tile_q, style.kv_tile, style.min_chunk,
         style.fine, workers,
-        style.max_heads, problem.window_left, problem.mask is MaskMode.CAUSAL, split, max_slots,
+        style.max_heads, problem.window_left, problem.mask is MaskMode.CAUSAL, style.pace, split, max_slots,
     )  # fmt: skip
 
 

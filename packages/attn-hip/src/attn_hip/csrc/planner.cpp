@@ -16,8 +16,12 @@ int64_t items_per_worker(const PlanInput& in) { return in.fine ? 6 : 8; }
 constexpr double kShares[] = {1.0,  1.05, 1.1, 1.15, 1.2, 1.35,    1.5,  0.8, 0.7,
                             0.65, 0.6,  0.55, 0.5, 0.45, 0.4, 1.0 / 3, 0.25, 0.2};
 constexpr size_t kMostTried = 512;
-// What an item costs before its first key, and a second launch that joins partials, in keys of an item. Where chunks
-// are as short as they may be, only balance counts.
+// Chunks of so many more steps than the shortest are tried besides, where few tiles differ.
+constexpr int64_t kSteps = 8;
+constexpr size_t kFewSizes = 8;
+constexpr int kMostEven = 4;  // parts of the longest tile that are tried too
+// Where no pace was measured: what an item costs before its first key, and a second launch that joins partials, in keys
+// of an item. Where chunks are as short as they may be, only balance counts.
 constexpr int64_t kStart = 96, kJoin = 160;
 // Fewer items than this per worker: give an item fewer heads instead.
 constexpr int64_t kEnoughPerWorker = 4;
@@ -68,10 +72,6 @@ struct Tiles {
 // Chunks of a grid of step c that a span touches; an empty one is taken as one chunk.
 int64_t chunks(const Span& span, int64_t c) { return span.size() ? (span.end - 1) / c - span.begin / c + 1 : 1; }
 
-struct Cost {
-  int64_t start, join;
-};
-
 struct Cut {
   int64_t chunk;
   int32_t heads;  // per item
@@ -109,61 +109,98 @@ class Cutter {
     if (in_.split != kSplitAuto) return std::min(in_.split, kWhole);
     const int64_t even = ceil_div(tokens_ * groups(heads), items_per_worker(in_) * in_.workers);
     const int64_t c = rounded(std::max<int64_t>(even, in_.min_chunk));
-    return in_.fine ? balanced(c, groups(heads), c > 3 * in_.min_chunk ? Cost{kStart, kJoin} : Cost{0, 0}) : c;
+    return in_.fine ? balanced(c, groups(heads)) : c;
   }
 
-  // The chunk that keeps `workers` busiest, by replaying what the sorted items would do.
-  int64_t balanced(int64_t otherwise, int64_t groups, Cost cost) const {
-    std::vector<int64_t> sizes;
-    tiles_.each([&](int, int64_t, const Span& span) { sizes.push_back(span.size()); });
-    if (sizes.size() > kMostTried) return otherwise;
-    std::sort(sizes.begin(), sizes.end(), std::greater<>());
+  // The chunk after which the device is done soonest, by replaying what the sorted items would do.
+  int64_t balanced(int64_t otherwise, int64_t groups) const {
+    const std::vector<Run> tiles = sizes(groups);
+    if (tiles.empty()) return otherwise;
     const double share = double(tokens_ * groups) / in_.workers;
-    int64_t best = otherwise, least = makespan(sizes, groups, otherwise, cost);
-    for (const double part : kShares) {
-      const int64_t c = std::max<int64_t>(ceil_div(int64_t(share * part), in_.fine) * in_.fine, in_.min_chunk);
-      if (c == best) continue;
-      const int64_t span = makespan(sizes, groups, c, cost);
-      if (span < least) best = c, least = span;
-    }
+    const bool measured = in_.pace.saturated > 0;
+    const Pace pace = measured                        ? in_.pace
+                      : otherwise > 3 * in_.min_chunk ? Pace{kStart, 0, kJoin, in_.workers, 0}
+                                                      : Pace{0, 0, 0, in_.workers, 0};
+    int64_t best = measured ? kWhole : otherwise, least = duration(tiles, best, pace);
+    const auto attempt = [&](int64_t c) {
+      if (c == best) return;
+      const int64_t time = duration(tiles, c, pace);
+      if (time < least) best = c, least = time;
+    };
+    for (const double part : kShares)
+      attempt(std::max<int64_t>(ceil_div(int64_t(share * part), in_.fine) * in_.fine, in_.min_chunk));
+    if (measured && tiles.size() <= kFewSizes)
+      for (int64_t c = otherwise; c < std::min(tiles.front().size, otherwise + kSteps * in_.kv_tile); c += in_.kv_tile)
+        attempt(c);
+    if (measured)
+      for (int parts = 2; parts <= kMostEven; parts++)
+        attempt(std::max<int64_t>(rounded(ceil_div(tiles.front().size, parts)), otherwise));
     return best;
   }
 
-  // Keys' worth of the busiest worker's time when items go, longest first, to whoever is free. Sizes come sorted.
-  int64_t makespan(const std::vector<int64_t>& sizes, int64_t groups, int64_t c, Cost cost) const {
-    struct Rest {
-      int64_t size, count;
-    };
+  // Equal tiles or items.
+  struct Run {
+    int64_t size, count;
+    bool operator<(const Run& other) const { return size > other.size; }  // the longest first
+  };
+  // Sizes of all tiles, the longest first; none where there are too many to try anything.
+  std::vector<Run> sizes(int64_t groups) const {
+    std::vector<int64_t> all;
+    tiles_.each([&](int, int64_t, const Span& span) { all.push_back(span.size()); });
+    std::vector<Run> runs;
+    if (all.size() > kMostTried) return runs;
+    std::sort(all.begin(), all.end(), std::greater<>());
+    for (const int64_t size : all) add(runs, size, groups);
+    return runs;
+  }
+  static void add(std::vector<Run>& runs, int64_t size, int64_t count) {
+    if (!runs.empty() && runs.back().size == size) runs.back().count += count;
+    else runs.push_back({size, count});
+  }
+
+  // Time until all is done when items go, longest first, to whoever is free: in keys of a worker among few, times
+  // Pace::saturated. While more than that many work, all of them get slower alike, so who takes which item is the same.
+  int64_t duration(const std::vector<Run>& tiles, int64_t c, const Pace& pace) const {
     int64_t whole = 0;
-    std::vector<Rest> rest;
-    for (const int64_t size : sizes) {
-      whole += size / c * groups;
-      if (size % c == 0) continue;
-      if (!rest.empty() && rest.back().size == size % c) rest.back().count += groups;
-      else rest.push_back({size % c, groups});
+    std::vector<Run> rest;
+    for (const Run& tile : tiles) {
+      const bool split = tile.size > c;
+      if (split) whole += tile.size / c * tile.count;
+      const int64_t left = split ? tile.size % c : tile.size;
+      if (left) add(rest, steps(left) + pace.start + (split ? pace.part : 0), tile.count);
     }
-    std::sort(rest.begin(), rest.end(), [](const Rest& a, const Rest& b) { return a.size > b.size; });
+    std::sort(rest.begin(), rest.end());
     struct Workers {
       int64_t busy, count;
       bool operator<(const Workers& other) const { return busy > other.busy; }  // the least busy on top
     };
     std::priority_queue<Workers> workers;
-    const int64_t rounds = whole / in_.workers, more = whole % in_.workers;
-    workers.push({rounds * (c + cost.start), in_.workers - more});
-    if (more) workers.push({(rounds + 1) * (c + cost.start), more});
-    int64_t most = (rounds + (more > 0)) * (c + cost.start);
-    for (const Rest& run : rest)
+    const int64_t rounds = whole / in_.workers, more = whole % in_.workers, each = c + pace.start + pace.part;
+    if (in_.workers > more) workers.push({rounds * each, in_.workers - more});
+    if (more) workers.push({(rounds + 1) * each, more});
+    for (const Run& run : rest)
       for (int64_t left = run.count; left > 0;) {
         const Workers free = workers.top();
         workers.pop();
         const int64_t taken = std::min(free.count, left);
         if (free.count > taken) workers.push({free.busy, free.count - taken});
-        workers.push({free.busy + run.size + cost.start, taken});
-        most = std::max(most, free.busy + run.size + cost.start);
+        workers.push({free.busy + run.size, taken});
         left -= taken;
       }
-    return !sizes.empty() && sizes.front() > c ? most + cost.join : most;
+    int64_t time = tiles.front().size > c ? pace.join * pace.saturated : 0, past = 0, items = whole;
+    for (const Run& run : rest) items += run.count;
+    // Few blocks that are left over of many may share compute units: about so many are needed to be fast then.
+    const int64_t most_workers = in_.pace.saturated ? in_.workers * 5 / 6 : in_.workers;
+    const int64_t needed = items <= pace.spread ? pace.saturated : most_workers;
+    for (int64_t working = std::min<int64_t>(items, in_.workers); !workers.empty(); workers.pop()) {
+      if (workers.top().busy == 0) continue;  // has no item
+      time += (workers.top().busy - past) * std::max(needed, working);
+      past = workers.top().busy, working -= workers.top().count;
+    }
+    return time;
   }
+  // A measured device takes whole steps.
+  int64_t steps(int64_t keys) const { return in_.pace.saturated ? rounded(keys) : keys; }
 
   int64_t rounded(int64_t c) const { return std::min(ceil_div(c, in_.kv_tile) * in_.kv_tile, kWhole); }
   int64_t longer(int64_t c) const { return rounded(c + c / 2 + 1); }
@@ -291,7 +328,7 @@ int cta_tile_q(int64_t total_q, int64_t batch, int64_t q_len, int group, bool ca
   if (q_len >= 0) rows = q_len * group;
   else if (captured) rows = (total_q - batch + 1) * group;
   else if (batch > 0) rows = total_q * group / batch;
-  return rows <= 16 ? 16 : rows <= 32 ? 32 : rows < kLongRows ? 64 : 128;
+  return rows <= 16 ? 16 : rows < kLongRows ? 64 : 128;
 }
 
 }  // namespace attn

@@ -14,6 +14,16 @@ namespace attn {
 constexpr int64_t kSplitAuto = 0, kSplitNever = -1;
 constexpr int64_t kUnlimited = -1;
 
+// What splitting costs and brings on a device, in keys that a worker takes in the same time when few others work.
+// Measured; all zero where nobody has, and then chunks are chosen for balance.
+struct Pace {
+  int64_t start;      // an item before its first key
+  int64_t part;       // an item more where it writes a partial
+  int64_t join;       // once, where any tile is split
+  int64_t saturated;  // workers that keep the device busy where they are spread: of more, all get slower; 0: not measured
+  int64_t spread;     // up to so many items are: each has a compute unit to itself. Of more, most workers are needed
+};
+
 struct PlanInput {
   const int32_t* qo_indptr;  // [batch + 1] query rows
   const int32_t* kv_len;     // [batch] tokens
@@ -27,6 +37,7 @@ struct PlanInput {
   int32_t max_heads;    // KV heads per item, at most; several let a thread read NHD pages as they lie
   int32_t window_left;  // -1 off
   bool causal;
+  Pace pace;
   int64_t split;      // kSplitAuto, kSplitNever, or tokens per chunk
   int64_t max_slots;  // partials that there is memory for, or kUnlimited; a fixed split does not keep to it
 };
@@ -63,8 +74,7 @@ struct Capacity {
 // Uses the scalars of `in` only. Slots are cut to in.max_slots unless the split is fixed.
 Capacity capacity_of(const PlanInput& in, const PlanLimits& limits);
 
-// Height of the tile of a GPU, in packed rows (query rows x gqa_group_size): 16, 32, 64 or, for 256 rows
-// and more, 128.
+// Height of the tile of a GPU, in packed rows (query rows x gqa_group_size): 16, 64 or, for 256 rows and more, 128.
 // The rows of a request are
 //   q_len >= 0               q_len of each: exact, also under capture
 //   eager, unlike requests   the mean
