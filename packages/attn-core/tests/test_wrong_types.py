@@ -198,7 +198,10 @@ WRONG = {
     "seq_lens": [("kv_indptr", [0]), ("kv_last_page_len", 3)],
     "merge_state": [("v_a", rand(3, 4, 8).to_sparse()), ("s_b", None)],
     "merge_states": [("v", rand(3, 2, 4, 8).to_sparse())],
-    "sampling": [("generator", "x"), ("generator", FLAT), ("backend", [])],
+    "sampling": [
+        ("draft_probs", DRAFTS["draft_probs"].to_sparse()), ("generator", "x"), ("generator", FLAT),
+        ("backend", []),
+    ],
     "CacheView": [("k_path", 2.5), ("v_path", None), ("k_path", {}), ("v_path", torch.tensor(1))],
 }  # fmt: skip
 CASES = [

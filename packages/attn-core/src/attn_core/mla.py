@@ -186,6 +186,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             raise NotImplementedError(
                 needs("BatchMLAPagedAttentionWrapper.run", want, "a traced one", "core.mla")
             )
+        to_base_e = flag("return_lse_base_on_e", return_lse_base_on_e)
         s = self._planned()
         self._check_parts(s, q_nope, q_pe, ckv_cache, kpe_cache)
         q = _joined(q_nope, q_pe)
@@ -197,7 +198,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         v = k[..., : s.query.problem.head_dim_vo]
         found = self._run(q, k, v, out, lse, return_lse, None, None, None, s)
         written = found[1] if isinstance(found, tuple) else lse
-        if return_lse_base_on_e and written is not None:
+        if to_base_e and written is not None:
             written.mul_(math.log(2.0))
         return found
 

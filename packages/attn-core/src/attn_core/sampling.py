@@ -176,7 +176,7 @@ def _check_probs(
 ) -> None:
     given = {"draft_probs": draft_probs, "target_probs": target_probs, "draft_token_ids": draft_token_ids}
     for name, tensor in given.items():
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, torch.Tensor) or tensor.is_sparse:
             raise TypeError(needs(name, "a tensor", type(tensor).__name__, "core.sampling-dtype"))
     for name, probs in (("draft_probs", draft_probs), ("target_probs", target_probs)):
         if probs.dtype not in _PROB_DTYPES:
