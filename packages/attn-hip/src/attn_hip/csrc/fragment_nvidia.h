@@ -18,7 +18,7 @@ using SharedOf = T*;
 // Parameters lie in memory that every instruction reads at no cost.
 ATTN_DEVICE const AttendParams& argument_again(const AttendParams& p) { return p; }
 constexpr bool kReadsItemAgain = false;
-ATTN_DEVICE WorkItem item_again(const AttendParams&);
+ATTN_DEVICE WorkItem item_again(const AttendParams&) { return {}; }  // not used
 ATTN_DEVICE int thread_index() { return threadIdx.x; }
 ATTN_DEVICE int block_index() { return blockIdx.x; }
 ATTN_DEVICE int lane_index() { return threadIdx.x & 31; }
