@@ -12,7 +12,12 @@ from attn_compile.registry import register
 from attn_compile.rows import APPEND, APPEND_ONE, MERGE, RUN
 from attn_compile.rows import ROWS as FUNCTIONS
 from attn_compile.testing.declared import faults
-from attn_core import BatchDecodeWithPagedKVCacheWrapper, plugins, tracing
+from attn_core import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    BatchMLAPagedAttentionWrapper,
+    plugins,
+    tracing,
+)
 from attn_core.hookspecs import hookimpl
 from attn_core.op_table import Arg, OpRow, Role
 
@@ -164,6 +169,15 @@ def samples():
         number, wrapper._handle, q, pages, pages.clone(), *factors, torch.float32, True,
         torch.empty_like(q), torch.empty(2, 4),
     )  # fmt: skip
+    latent = BatchMLAPagedAttentionWrapper(torch.empty(1024, dtype=torch.uint8))
+    latent.plan(i32(0, 1, 2), indptr, indices, i32(3, 5), 4, 8, 4, 4, True, 0.3, torch.float32, torch.float32)
+    KEPT.append(latent)
+    yield "run_mla", (
+        latent._handle, torch.randn(2, 4, 8), torch.randn(2, 4, 4), torch.randn(3, 4, 8),
+        torch.randn(3, 4, 4),
+        torch.float32, True, True, torch.empty(2, 4, 8), torch.empty(2, 4),
+    )  # fmt: skip
+    yield "add_sink", (*states[:2], torch.randn(2))
     yield "single", (
         q, *(torch.randn(6, 2, 8) for _ in "kv"), *factors, None, True, None, None, "prefill", *single,
         torch.empty_like(q), torch.empty(2, 4),

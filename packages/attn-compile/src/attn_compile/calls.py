@@ -51,6 +51,18 @@ def append(
     ops["append_to_one"](value, v, k.shape[0], *index)
 
 
+def append_latent(
+    ops: Calls, ckv: Tensor, kpe: Tensor, batch_indices: Tensor, positions: Tensor, ckv_cache: Tensor,
+    kpe_cache: Tensor, kv_indices: Tensor, kv_indptr: Tensor, kv_last_page_len: Tensor, backend: str,
+) -> None:  # fmt: skip
+    """Trace an append to a latent cache: one operator for each of its parts, as allocated."""
+    index = (batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len, "NHD", backend)
+    as_heads = (ckv.unsqueeze(1), kpe.unsqueeze(1), ckv_cache.unsqueeze(2), kpe_cache.unsqueeze(2))
+    page.check_rows(*as_heads, "NHD")
+    ops["append_to_one"](ckv, ckv_cache, kpe_cache.shape[0], *index)
+    ops["append_to_one"](kpe, kpe_cache, ckv_cache.shape[0], *index)
+
+
 def sample(
     ops: Calls, draft_probs: Tensor, draft_token_ids: Tensor, target_probs: Tensor, accepted: Tensor | None,
     emitted: Tensor | None, deterministic: bool, generator: object, seed: Any, offset: Any,
@@ -114,6 +126,7 @@ def merge(name: str) -> Callable[..., Any]:
 
 CALLS: Mapping[str, Callable[..., Any]] = {
     "append_paged_kv_cache": append,
+    "append_paged_mla_kv_cache": append_latent,
     "chain_speculative_sampling": sample,
     "get_batch_indices_positions": batch_indices_positions,
     "single": single,

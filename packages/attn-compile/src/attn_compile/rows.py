@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from attn_core import cascade, page, quantization, sampling, single, tracing
+from attn_core import attention_sink, cascade, page, quantization, sampling, single, tracing
 from attn_core.cache_view import CacheView
+from attn_core.mla import BatchMLAPagedAttentionWrapper
 from attn_core.op_table import Arg, OpRow, Role
 from attn_core.state import PlanState
 from attn_core.wrapper import AttentionWrapper
@@ -70,6 +71,35 @@ RUN = OpRow(
 )  # fmt: skip
 """One run of a planned wrapper. The cache is read: declaring it written is what makes torch copy it, and, for
 views, lose it."""
+
+
+def _run_mla(
+    handle: int, q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, o_dtype: torch.dtype,
+    return_lse: bool, base_e: bool, out: Tensor, lse: Tensor | None,
+) -> None:  # fmt: skip
+    wrapper = tracing.wrapper(handle)
+    assert isinstance(wrapper, BatchMLAPagedAttentionWrapper)
+    wrapper.run(q_nope, q_pe, ckv_cache, kpe_cache, out, lse, return_lse, return_lse_base_on_e=base_e)
+
+
+RUN_MLA = OpRow(
+    "run_mla",
+    (
+        const("handle", "SymInt"), Arg("q_nope"), Arg("q_pe"), Arg("ckv_cache"), Arg("kpe_cache"),
+        const("o_dtype", "ScalarType"), const("return_lse", "bool"), const("base_e", "bool"), *_RESULT,
+    ),
+    _run_mla,
+    lambda handle, q, _, ckv, __, o_dtype, return_lse, *___: _attended(q, ckv, o_dtype, return_lse),
+    into=True,
+)  # fmt: skip
+"""One run of a planned latent-attention wrapper."""
+
+ADD_SINK = OpRow(
+    "add_sink",
+    (Arg("out", "Tensor", Role.INOUT_SMALL), Arg("lse", "Tensor", Role.INOUT_SMALL), Arg("sink")),
+    attention_sink.add_sink,
+)
+"""The part of a softmax that an attention sink takes; plain torch rounds it differently when compiled."""
 
 
 def _single(
@@ -149,6 +179,8 @@ def _append_one(
 ) -> None:  # fmt: skip
     # Backends write keys and values at once: here both are the same rows and the same slots. The second
     # tensor stands for the other half's number of pages, so that an index neither half has is found first.
+    if cache.ndim == 3:  # a part of a latent cache: one head, not written out
+        rows, cache = rows.unsqueeze(1), cache.unsqueeze(2)
     pair = (cache, cache[:other_pages])
     page.append_paged_kv_cache(
         rows,
@@ -179,7 +211,7 @@ APPEND_ONE = OpRow(
     (Arg("rows"), Arg("cache", "Tensor", Role.CACHE), const("other_pages", "SymInt"), *_INDICES),
     _append_one,
 )
-"""Append to the keys, or to the values, of a (k, v) pair."""
+"""Append to the keys, or to the values, of a (k, v) pair; to one part of a latent cache."""
 
 
 def _like(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -265,4 +297,4 @@ INDEX = (
     ),
 )  # fmt: skip
 
-ROWS = (RUN, SINGLE, APPEND, APPEND_ONE, *MERGE, *PACK, SAMPLE, *INDEX)
+ROWS = (RUN, RUN_MLA, ADD_SINK, SINGLE, APPEND, APPEND_ONE, *MERGE, *PACK, SAMPLE, *INDEX)

@@ -6,6 +6,7 @@ from typing import cast
 
 import torch
 
+from . import tracing
 from .arguments import refuse
 from .attention_sink import BatchAttentionWithAttentionSinkWrapper
 from .cache_view import unpack
@@ -82,6 +83,7 @@ class BatchAttention(OwnWorkspace):
             TypeError: An argument has the wrong type.
             NotImplementedError: No backend serves the combination.
         """
+        tracing.refuse_traced_plan(self)
         refuse(use_profiler=use_profiler)
         problem = make_problem(
             Op.PREFILL_PAGED, (num_qo_heads, num_kv_heads), (head_dim_qk, head_dim_vo), q_data_type,

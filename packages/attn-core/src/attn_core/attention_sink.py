@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from functools import partialmethod
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
+from . import tracing
 from .arguments import MaskBits
 from .batch import HostBatch
 from .errors import needs
 from .options import Dtype, number
 from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper, KVCache, Result
 from .problem import AttentionProblem
+from .wrapper import returning_lse
 
 
 class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
@@ -122,7 +124,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         """
         sink, sm_scale = _sink_and_scale(args, sinks)
         p = self._planned().query.problem
-        log2_sink = _checked(sink, p.num_qo_heads, self.device) * math.log2(math.e)
+        sink = _checked(sink, p.num_qo_heads, self.device)
         factor = 1.0 if sm_scale is None else number("sm_scale", sm_scale, 1.0) / p.sm_scale
         if factor != 1.0:
             q_scale = factor if q_scale is None else factor * q_scale
@@ -134,13 +136,28 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         )  # fmt: skip
         assert isinstance(found, tuple)
         out, lse = found
-        # What is left of the weights once the sink has taken its own; nan where neither has any.
-        kept = torch.sigmoid((lse - log2_sink) * math.log(2.0)).nan_to_num(0.0)
-        out.mul_(kept.unsqueeze(-1))
-        torch.logaddexp2(lse, log2_sink, out=lse)
+        add_sink(out, lse, sink)
         return (out, lse) if return_lse else out
 
-    run_return_lse = partialmethod(run, return_lse=True)
+    run_return_lse = returning_lse(run)
+
+
+def add_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> None:
+    """Give a sink its part of attention without one, in place.
+
+    Args:
+        out: ``[rows, num_qo_heads, head_dim_vo]``, updated.
+        lse: float32 ``[rows, num_qo_heads]``, base 2, updated.
+        sink: Floating point ``[num_qo_heads]``, natural exponent.
+    """
+    if is_dynamo_compiling():
+        tracing.call("add_sink", out, lse, sink)
+        return
+    log2_sink = sink.float() * math.log2(math.e)
+    # What is left of the weights once the sink has taken its own; nan where neither has any.
+    kept = torch.sigmoid((lse - log2_sink) * math.log(2.0)).nan_to_num(0.0)
+    out.mul_(kept.unsqueeze(-1))
+    torch.logaddexp2(lse, log2_sink, out=lse)
 
 
 def _sink_and_scale(args: tuple[object, ...], sinks: object) -> tuple[object, object]:
@@ -159,4 +176,4 @@ def _checked(sink: object, heads: int, device: torch.device) -> torch.Tensor:
         raise ValueError(needs("sink", f"floating point [{heads}], one per query head", got, "core.sink"))
     if sink.device != device:
         raise ValueError(needs("sink", f"a tensor on {device}", sink.device, "core.device"))
-    return sink.float()
+    return sink

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from . import tracing
 from .cache_view import CacheView
 from .checking import flag
 from .errors import needs
@@ -158,6 +159,7 @@ class MultiLevelCascadeAttentionWrapper:
             TypeError: An argument has the wrong type.
             NotImplementedError: No backend serves the combination.
         """
+        tracing.refuse_traced_plan(self)
         count = len(self._levels)
         given = {
             "qo_indptr_arr": qo_indptr_arr,

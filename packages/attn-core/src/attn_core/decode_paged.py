@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from functools import partialmethod
 from typing import Any, Unpack
 
 import torch
@@ -26,7 +25,7 @@ from .options import (
 )
 from .problem import AttentionProblem, MaskMode, Op, PagedKV
 from .traced_plan import trace_plan
-from .wrapper import AttentionWrapper
+from .wrapper import AttentionWrapper, returning_lse
 
 KVCache = tuple[torch.Tensor, torch.Tensor] | torch.Tensor | CacheView
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -300,7 +299,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             text = needs("q_len_per_req", f"the planned {plan.q_len_per_req}", q_len_per_req, "core.q-len")
             raise ValueError(f"{text}; call plan() again with it")
 
-    run_return_lse = partialmethod(run, return_lse=True)
+    run_return_lse = returning_lse(run)
 
     def forward(
         self,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from . import state
+from . import state, tracing
 from .arguments import as_dtype, check_workspace, refuse
 from .checking import flag
 from .errors import needs
@@ -105,6 +105,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             TypeError: An argument has the wrong type.
             NotImplementedError: No backend serves the combination.
         """
+        tracing.refuse_traced_plan(self)
         refuse(use_profiler=use_profiler)
         if isinstance(sm_scale, bool) or not isinstance(sm_scale, int | float):
             raise TypeError(needs("sm_scale", "a number", type(sm_scale).__name__, "core.sm-scale"))
@@ -175,19 +176,18 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
 
         Raises:
             ValueError: No plan, or a tensor differs from what was planned.
-            NotImplementedError: An argument no backend here has, or a traced call.
+            NotImplementedError: An argument no backend here has.
         """
         refuse(
             profiler_buffer=profiler_buffer, kv_len=kv_len, page_table=page_table, o_scale=o_scale,
             ckv_scale=ckv_scale, ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale,
         )  # fmt: skip
-        if is_dynamo_compiling():
-            want = "an eager call (torch.compiler.disable around it)"
-            raise NotImplementedError(
-                needs("BatchMLAPagedAttentionWrapper.run", want, "a traced one", "core.mla")
-            )
         to_base_e = flag("return_lse_base_on_e", return_lse_base_on_e)
         s = self._planned()
+        if is_dynamo_compiling():
+            return self._traced_parts(
+                s, (q_nope, q_pe, ckv_cache, kpe_cache), out, lse, return_lse, to_base_e
+            )
         self._check_parts(s, q_nope, q_pe, ckv_cache, kpe_cache)
         q = _joined(q_nope, q_pe)
         q = torch.cat((q_nope, q_pe), -1) if q is None else q
@@ -201,6 +201,24 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         if to_base_e and written is not None:
             written.mul_(math.log(2.0))
         return found
+
+    def _traced_parts(
+        self,
+        s: state.PlanState,
+        parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        return_lse: bool,
+        base_e: bool,
+    ) -> Result:
+        """Trace a run: whether the parts lie side by side is seen when it runs."""
+        wanted = return_lse or lse is not None
+        found = tracing.call("run_mla", self._handle, *parts, s.o_dtype, wanted, base_e)
+        made, sums = found if wanted else (found, None)
+        result: torch.Tensor = made if out is None else out.copy_(made)
+        if sums is not None and lse is not None:
+            sums = lse.copy_(sums)
+        return (result, sums) if return_lse and sums is not None else result
 
     def _check_parts(
         self, s: state.PlanState, q_nope: object, q_pe: object, ckv_cache: object, kpe_cache: object

@@ -109,7 +109,7 @@ def number(name: str, value: object, default: float) -> float:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(needs(name, "a number", type(value).__name__, "core.number"))
-    if not math.isfinite(value):
+    if value != value or abs(value) == math.inf:  # torch.compile traces no math.isfinite
         raise ValueError(needs(name, "a finite number", value, "core.number"))
     return float(value)
 

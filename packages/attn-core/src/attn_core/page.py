@@ -124,6 +124,12 @@ def append_paged_mla_kv_cache(
             raise TypeError(needs(name, "a tensor", type(t).__name__, "core.append-shape"))
         if t.ndim != ndim:
             raise ValueError(needs(name, f"a {ndim}-D tensor", tuple(t.shape), "core.append-shape"))
+    if is_dynamo_compiling():
+        tracing.call(
+            "append_paged_mla_kv_cache", append_ckv, append_kpe, batch_indices, positions, ckv_cache,
+            kpe_cache, kv_indices, kv_indptr, kv_last_page_len, backend,
+        )  # fmt: skip
+        return
     append_paged_kv_cache(
         append_ckv.unsqueeze(1), append_kpe.unsqueeze(1), batch_indices, positions,
         (ckv_cache.unsqueeze(2), kpe_cache.unsqueeze(2)), kv_indices, kv_indptr, kv_last_page_len,

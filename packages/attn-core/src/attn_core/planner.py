@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from . import capture, notices, plugins, tracing
 from .arena import Copy, GraphArena, Image, Layout, pack, upload
@@ -283,10 +284,20 @@ class Planner:
         self._plan(problem, old.batch, mask=mask, q_len_per_req=old.q_len_per_req)
         self._instead = (old, self._planned())
 
+    def _refuse_changes(self, planned: AttentionProblem, changes: Mapping[str, Any]) -> None:
+        """Refuse, in a traced call, what only another plan would serve."""
+        for name, value in changes.items():
+            if getattr(planned, name) != value:
+                tracing.refuse_plan(f"another {name} than planned")
+
     @contextmanager
     def _for_one_call(self, **changes: Any) -> Iterator[None]:
         """Hold another problem for the same batch while the body runs (the deprecated ``forward``)."""
         old = self._planned()
+        if is_dynamo_compiling():
+            self._refuse_changes(old.query.problem, changes)
+            yield
+            return
         problem = replace(old.query.problem, **changes)
         if problem != old.query.problem:
             self._plan_instead(old, problem)

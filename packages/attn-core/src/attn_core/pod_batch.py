@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from . import tracing
 from .arguments import mask_bits
 from .decode_paged import KVCache, Result
 from .options import Dtype, decode_dtypes
@@ -102,6 +103,7 @@ class BatchPODWithPagedKVCacheWrapper:
             TypeError: An argument has the wrong type.
             NotImplementedError: No backend serves the combination.
         """
+        tracing.refuse_traced_plan(self)
         q_dtype, kv_dtype = pod_dtypes(q_data_type, kv_data_type, data_type)
         shared: dict[str, Any] = {
             **_PAGED_DEFAULTS, "num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads,
@@ -183,6 +185,7 @@ class BatchPODWithPagedKVCacheWrapper:
         mode = mask_mode(causal, custom, packed)
         if mode is planned.query.problem.mask and mode is not MaskMode.CUSTOM:
             return
+        tracing.refuse_traced_plan(self)
         bits = mask_bits(custom, packed, planned.batch, self._prefill.device)
         self._prefill._plan(replace(planned.query.problem, mask=mode), planned.batch, mask=bits)
 

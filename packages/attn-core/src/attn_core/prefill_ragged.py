@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partialmethod
 from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from . import tracing
 from .arguments import check_workspace, mask_bits, refuse, split_size
@@ -16,7 +14,7 @@ from .graph_buffers import ragged_buffers
 from .options import Dtype, forward_changes, make_problem
 from .prefill_common import check_lengths, mask_mode
 from .problem import Op, RaggedKV
-from .wrapper import AttentionWrapper
+from .wrapper import AttentionWrapper, returning_lse
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -139,8 +137,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
             TypeError: An argument has the wrong type.
             NotImplementedError: No backend serves the combination.
         """
-        if is_dynamo_compiling():
-            tracing.refuse_plan("BatchPrefillWithRaggedKVCacheWrapper")
+        tracing.refuse_traced_plan(self)
         refuse(
             prefix_len_ptr=prefix_len_ptr, token_pos_in_items_ptr=token_pos_in_items_ptr,
             token_pos_in_items_len=token_pos_in_items_len, max_item_len_ptr=max_item_len_ptr,
@@ -210,7 +207,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
             k, v = k.transpose(0, 1), v.transpose(0, 1)
         return self._run(q, k, v, out, lse, return_lse, q_scale, k_scale, v_scale)
 
-    run_return_lse = partialmethod(run, return_lse=True)
+    run_return_lse = returning_lse(run)
 
     def forward(
         self,

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import torch
 
+from . import tracing
 from .arguments import refuse
 from .batch import to_host
 from .checking import dense
@@ -112,6 +113,7 @@ class BlockSparseAttentionWrapper(SparseWrapper):
             TypeError: An argument has the wrong type.
             NotImplementedError: No backend serves the combination.
         """
+        tracing.refuse_traced_plan(self)
         if block_mask is not None:
             want = "None (a mask per head: VariableBlockSparseAttentionWrapper)"
             raise ValueError(needs("block_mask", want, "a tensor", "core.sparse"))

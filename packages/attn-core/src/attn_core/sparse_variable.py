@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from . import tracing
 from .batch import INDEX_DTYPES
 from .capture import fetch
 from .checking import flag
@@ -73,6 +74,7 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
             TypeError: An argument has the wrong type.
             NotImplementedError: No backend serves the combination.
         """
+        tracing.refuse_traced_plan(self)
         heads = check_size("num_kv_heads", num_kv_heads)
         if check_size("num_qo_heads", num_qo_heads) % heads:
             raise ValueError(needs("num_qo_heads", f"a multiple of {heads}", num_qo_heads, "core.heads"))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from .errors import needs
 from .op_table import OpRow
@@ -121,6 +122,12 @@ def refuse_plan(what: str) -> None:
     """Raise for a plan() that is traced and cannot be an operator."""
     want, got = "a call outside the compiled region", "one inside it"
     raise ValueError(needs(f"{what}: plan() under torch.compile", want, got, "core.traced-plan"))
+
+
+def refuse_traced_plan(wrapper: object) -> None:
+    """Raise ValueError where a plan() that cannot be an operator is traced; its first line."""
+    if is_dynamo_compiling():
+        refuse_plan(type(wrapper).__name__)
 
 
 def call(name: str, *args: Any) -> Any:

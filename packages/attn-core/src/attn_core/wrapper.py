@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -197,9 +197,10 @@ class AttentionWrapper(EngineView):
         if wanted is None or not was or not planned.decision.path.contract.scales:
             return q_scale
         del changes["sm_scale"]
-        if math.isclose(wanted, was, rel_tol=1e-12):  # head_dim**-0.5 is not always 1 / sqrt(head_dim)
+        factor = wanted / was
+        if abs(factor - 1.0) <= 1e-12:  # head_dim**-0.5 is not always 1 / sqrt(head_dim)
             return q_scale
-        return wanted / was * (1.0 if q_scale is None else q_scale)
+        return factor * (1.0 if q_scale is None else q_scale)
 
     @contextmanager
     def _forwarded(
@@ -214,6 +215,17 @@ class AttentionWrapper(EngineView):
             changes["mask"] = MaskMode.CAUSAL
         with self._for_one_call(**changes):
             yield q_scale
+
+
+def returning_lse(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``run`` with ``return_lse`` set; a plain function, which torch.compile can trace into."""
+
+    @wraps(run)
+    def run_return_lse(self: AttentionWrapper, *args: Any, **kwargs: Any) -> Any:
+        """As :meth:`run`, returning ``(out, lse)``."""
+        return run(self, *args, **{"return_lse": True, **kwargs})
+
+    return run_return_lse
 
 
 class OwnWorkspace(AttentionWrapper):

@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for line in row["details"]:
                 print(f"    {line}")
     bad = sum(int(row["bad"]) for row in rows)
-    print(f"{sum(int(row['cells']) for row in rows) - bad} passed, {bad} failed", file=sys.stderr)
+    passed = sum(max(0, int(row["cells"]) - int(row["bad"])) for row in rows)
+    print(f"{passed} passed, {bad} failed", file=sys.stderr)
     return int(bad > 0)
 
 
@@ -98,7 +99,7 @@ def _elsewhere(version: str, given: argparse.Namespace) -> Mapping[str, Any]:
     command += [
         "python",
         "-m",
-        __name__,
+        f"{__package__}.versions",  # __name__ is __main__ where this is run as a program
         "--json",
         "--backend",
         given.backend,
