@@ -56,8 +56,8 @@ def test_defaults_and_refusals():
     given = (offsets(Q_LENS), p.indptr, p.indices, ints(*KV_LENS), 4, 2, 8, 8, 4)
     with pytest.raises(NotImplementedError, match="use_profiler"):
         wrapper.plan(*given, use_profiler=True)
-    with pytest.raises(ValueError, match=r"kv_len_arr\[1\]: needs 9 to 12"):
-        wrapper.plan(*given[:3], ints(9, 8, 0), *given[4:])
+    with pytest.raises(ValueError, match=r"kv_len_arr\[1\]: needs 0 to 12"):
+        wrapper.plan(*given[:3], ints(9, 13, 0), *given[4:])
     with pytest.raises(NotImplementedError, match="profiler_buffer"):
         wrapper.run(q, p.cache, profiler_buffer=torch.empty(1))
     with pytest.raises(ValueError, match="prior plan"):

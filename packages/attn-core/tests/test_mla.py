@@ -228,6 +228,37 @@ def test_what_a_graph_holds_is_kept():
     assert one._plan_info is held
 
 
+def reserved(batch, pages):
+    """Give each request further pages, with ids that no cache has."""
+    parts = batch.indices.split(batch.indptr.diff().tolist())
+    behind = [torch.full((n,), 10**6, dtype=torch.int32) for n in pages]
+    batch.indices = torch.cat([x for pair in zip(parts, behind, strict=True) for x in pair])
+    batch.indptr = batch.indptr + ends(pages)
+    return batch
+
+
+@pytest.mark.parametrize("pages", [[1, 0, 0, 0], [0, 2, 0, 0], [0, 0, 0, 3], [2, 1, 4, 1]])
+@pytest.mark.parametrize("graph", [False, True])
+def test_pages_reserved_behind_the_tokens_are_not_read(pages, graph):
+    batch = Batch()
+    out, lse = batch.want()
+    one = captured(4) if graph else wrapper()
+    reserved(batch, pages).plan(one)
+    found, sums = one.run(*batch.parts(), return_lse=True)
+    torch.testing.assert_close(found, out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sums, lse, rtol=1e-5, atol=1e-5)
+
+
+def test_reserved_pages_are_counted_in_the_indices():
+    batch, one = reserved(Batch(), [0, 0, 0, 2]), wrapper()
+    batch.indices = batch.indices[:-1]
+    with pytest.raises(ValueError, match=r"kv_indices: needs kv_indptr\[-1\] = 11 entries, got 10"):
+        batch.plan(one)
+    batch.indptr = batch.indptr.flip(0)
+    with pytest.raises(ValueError, match=r"kv_indptr\[0\]: needs 0"):
+        batch.plan(one)
+
+
 @pytest.mark.parametrize("missing", ["qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"])
 def test_every_graph_buffer_is_needed(missing):
     buffers = {"qo_indptr": 3, "kv_indptr": 3, "kv_indices": 8, "kv_len_arr": 2}
@@ -242,8 +273,8 @@ def test_every_graph_buffer_is_needed(missing):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"lengths": [5, 0, 13, 16]}, r"kv_len_arr\[2\]: needs 9 to 12, what its 3 pages hold, got 13"),
-        ({"lengths": [4, 0, 9, 16]}, r"kv_len_arr\[0\]: needs 5 to 8, what its 2 pages hold, got 4"),
+        ({"lengths": [5, 0, 13, 16]}, r"kv_len_arr\[2\]: needs 0 to 12, what its 3 pages hold, got 13"),
+        ({"lengths": [9, 0, 9, 16]}, r"kv_len_arr\[0\]: needs 0 to 8, what its 2 pages hold, got 9"),
         ({"lengths": [5, 1, 9, 16]}, r"kv_len_arr\[1\]: needs 0 to 0, what its 0 pages hold, got 1"),
         ({"lengths": [5, 0, 9, -1]}, r"kv_len_arr\[3\].*got -1 \[core.kv-len\]"),
         ({"lengths": [5, -1, 9, 16]}, r"kv_len_arr\[1\]: needs 0 to 0, what its 0 pages hold, got -1"),

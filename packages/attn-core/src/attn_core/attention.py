@@ -65,7 +65,8 @@ class BatchAttention(OwnWorkspace):
             qo_indptr: int32 ``[batch_size + 1]``, first query row of each request.
             kv_indptr: int32 ``[batch_size + 1]``, first page of each request in ``kv_indices``.
             kv_indices: int32 page ids, at least ``kv_indptr[-1]``.
-            kv_len_arr: int32 ``[batch_size]``, tokens of each request; its pages hold exactly these.
+            kv_len_arr: int32 ``[batch_size]``, tokens of each request, at most what its pages hold;
+                pages behind them are not read.
             num_qo_heads: Query heads, a multiple of ``num_kv_heads``.
             num_kv_heads: Key/value heads.
             head_dim_qk: Elements of a query or key head.

@@ -106,7 +106,7 @@ def paged_batch(
         named["qo_indptr"] = qo
     if seq_lens is not None:
         named["seq_lens"] = flat(seq_lens)
-    _check_index("kv_indices", kv_indices, device)
+    check_index("kv_indices", kv_indices, device)
     if host_indices or kv_indices.device.type == "cpu":
         named["kv_indices"] = kv_indices
     host = to_host(named, device)
@@ -117,7 +117,7 @@ def paged_batch(
         indices, max_page_id = _indices(host.get("kv_indices"), kv_indices, total_pages)
         kv_len, known = torch.tensor(lengths, dtype=torch.int32), (min(lengths), max(lengths), sum(lengths))
     else:
-        pages, total_pages, min_pages, max_pages = _lengths("kv_indptr", indptr, last.numel())
+        pages, total_pages, min_pages, max_pages = lengths_of("kv_indptr", indptr, last.numel())
         if max_pages * page_size > INT32_MAX:
             want = f"at most {INT32_MAX} tokens per request"
             raise ValueError(needs("kv_indptr", want, f"{max_pages} pages of {page_size}", "core.kv-len"))
@@ -158,7 +158,7 @@ def ragged_batch(
     indptr = host["kv_indptr"]
     if indptr.numel() == 0:
         raise ValueError(needs("kv_indptr", "batch size + 1 entries", 0, "core.indptr"))
-    kv_len, _, _, _ = _lengths("kv_indptr", indptr, indptr.numel() - 1)
+    kv_len, _, _, _ = lengths_of("kv_indptr", indptr, indptr.numel() - 1)
     if seq_lens is not None:
         _check_seq_lens(host["seq_lens"], kv_len)
     return _assemble(host["qo_indptr"], indptr, kv_len, 0, None, None, -1)
@@ -175,7 +175,7 @@ def to_host(named: Mapping[str, torch.Tensor], device: torch.device = CPU) -> di
     out: dict[str, torch.Tensor] = {}
     away: list[str] = []
     for name, tensor in named.items():
-        _check_index(name, tensor, device)
+        check_index(name, tensor, device)
         if tensor.device.type == "cpu":
             # Backends hand addresses of these to native code, which knows no strides.
             out[name] = tensor.contiguous() if tensor.dtype is torch.int32 else narrow(name, tensor)
@@ -206,7 +206,8 @@ def size_of(name: str, tensor: torch.Tensor) -> int:
     return tensor.numel()
 
 
-def _check_index(name: str, tensor: object, device: torch.device) -> None:
+def check_index(name: str, tensor: object, device: torch.device) -> None:
+    """Refuse what is no 1-D index tensor on the CPU or on a device of this kind."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         got = getattr(tensor, "layout", type(tensor).__name__)
         raise TypeError(needs(name, "an int32 tensor", got, "core.index-type"))
@@ -227,9 +228,8 @@ def narrow(name: str, tensor: torch.Tensor) -> torch.Tensor:
     small = tensor.to(torch.int32)
     if tensor.dtype is not torch.int32 and not torch.equal(small.to(tensor.dtype), tensor):
         at = first_true(small != tensor)
-        raise ValueError(
-            needs(f"{name}[{at}]", "a value that fits int32", int(tensor[at]), "core.index-range")
-        )
+        want = "a value that fits int32"
+        raise ValueError(needs(f"{name}[{at}]", want, int(tensor[at]), "core.index-range"))
     return small
 
 
@@ -274,7 +274,7 @@ def _sum(values: torch.Tensor) -> int:
     return sum(values.tolist()) if values.numel() <= _FEW else int(values.sum())
 
 
-def _lengths(name: str, indptr: torch.Tensor, batch_size: int) -> tuple[torch.Tensor, int, int, int]:
+def lengths_of(name: str, indptr: torch.Tensor, batch_size: int) -> tuple[torch.Tensor, int, int, int]:
     """Check an indptr; return per-request lengths, their sum, least and greatest."""
     if indptr.numel() != batch_size + 1:
         raise ValueError(
@@ -374,7 +374,7 @@ def _assemble(
         total_q, longest, uniform = batch_size * qo, qo if batch_size else 0, qo
     else:
         indptr = qo
-        _, total_q, shortest, longest = _lengths("qo_indptr", qo, batch_size)
+        _, total_q, shortest, longest = lengths_of("qo_indptr", qo, batch_size)
         uniform = longest if shortest == longest else None
     if known is None:
         known = (*(_range(kv_len) if batch_size else (0, 0)), _sum(kv_len))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .batch import HostBatch, first_true, flat, paged_batch, to_host
+from .batch import HostBatch, check_index, first_true, flat, lengths_of, paged_batch, to_host
 from .errors import needs
 
 
@@ -23,13 +23,14 @@ def batch_of_lengths(
         qo_indptr: int32 ``[batch_size + 1]``, first query row of each request.
         kv_indptr: int32 ``[batch_size + 1]``, first page of each request in ``kv_indices``.
         kv_indices: int32 page ids, at least ``kv_indptr[-1]``.
-        kv_len_arr: int32 ``[batch_size]``, tokens of each request; its pages hold exactly these.
+        kv_len_arr: int32 ``[batch_size]``, tokens of each request; at most what its pages hold; pages behind
+            them are not read.
         page_size: Tokens per page.
         device: Where the kernel will run.
 
     Raises:
         TypeError: An array has the wrong type.
-        ValueError: An array does not fit, or a length is not what the pages of its request hold.
+        ValueError: An array does not fit, or a length is more than the pages of its request hold.
     """
     given = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_len_arr": flat(kv_len_arr)}
     host = to_host(given, device)
@@ -37,13 +38,31 @@ def batch_of_lengths(
     if kv_len.numel() != indptr.numel() - 1:
         want = f"batch size = {indptr.numel() - 1} entries"
         raise ValueError(needs("kv_len_arr", want, kv_len.numel(), "core.kv-len"))
-    held = indptr.diff()
-    wrong = (kv_len < 0) | (kv_len > held * page_size) | (kv_len <= (held - 1) * page_size)
+    held = lengths_of("kv_indptr", indptr, kv_len.numel())[0]
+    pages = -(-kv_len // page_size)
+    _check_held(kv_len, held, page_size)
+    last = torch.where(pages > 0, kv_len - (pages - 1) * page_size, 1).to(torch.int32)
+    if not torch.equal(pages, held):
+        check_index("kv_indices", kv_indices, device)
+        kv_indices = _used(kv_indices, indptr, pages)
+        indptr = torch.cat((indptr[:1], pages.cumsum(0))).to(torch.int32)
+    return paged_batch(host["qo_indptr"], indptr, kv_indices, last, page_size, device=device)
+
+
+def _check_held(kv_len: torch.Tensor, held: torch.Tensor, page_size: int) -> None:
+    most = held.long() * page_size
+    wrong = (kv_len < 0) | (kv_len > most)
     if bool(wrong.any()):
         at = first_true(wrong)
-        most = max(0, int(held[at]) * page_size)
-        least = max(0, most - page_size + 1)
-        want = f"{least} to {most}, what its {int(held[at])} pages hold"
+        want = f"0 to {int(most[at])}, what its {int(held[at])} pages hold"
         raise ValueError(needs(f"kv_len_arr[{at}]", want, int(kv_len[at]), "core.kv-len"))
-    last = torch.where(held > 0, kv_len - (held - 1) * page_size, 1).to(torch.int32)
-    return paged_batch(host["qo_indptr"], indptr, kv_indices, last, page_size, device=device)
+
+
+def _used(kv_indices: torch.Tensor, indptr: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """Return the ids of the first ``pages`` pages of each request, without those reserved behind them."""
+    if kv_indices.numel() < int(indptr[-1]):
+        want = f"kv_indptr[-1] = {int(indptr[-1])} entries"
+        raise ValueError(needs("kv_indices", want, kv_indices.numel(), "core.indices"))
+    first = pages.cumsum(0) - pages
+    places = torch.arange(int(pages.sum())) + (indptr[:-1] - first).repeat_interleave(pages)
+    return kv_indices[places.to(kv_indices.device)]

@@ -88,7 +88,8 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             qo_indptr: int32 ``[batch_size + 1]``, first query row of each request.
             kv_indptr: int32 ``[batch_size + 1]``, first page of each request in ``kv_indices``.
             kv_indices: int32 page ids, at least ``kv_indptr[-1]``.
-            kv_len_arr: int32 ``[batch_size]``, tokens of each request; its pages hold exactly these.
+            kv_len_arr: int32 ``[batch_size]``, tokens of each request, at most what its pages hold;
+                pages behind them are not read.
             num_heads: Query heads.
             head_dim_ckv: Elements of the compressed key/value, 512 in DeepSeek's models.
             head_dim_kpe: Elements of the rotary part of a key, 64 there; 0 for keys without one.
