@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from attn_core.errors import needs
 
 from .schema import NAMESPACE
 
@@ -42,7 +45,10 @@ def _guarded(repair: Callable[[], bool]) -> str:
     try:
         return "installed" if repair() else "not needed"
     except Exception as err:  # private parts of another torch: the guard then refuses what this would repair
-        return f"failed: {type(err).__name__}: {' '.join(str(err).split())}"
+        fault = f"failed: {type(err).__name__}: {' '.join(str(err).split())}"
+        text = needs("attn-compile", "a torch that it can repair", fault, "compile.no-repair")
+        warnings.warn(f"{text}; some regions will raise, none compute wrongly for it", stacklevel=2)
+        return fault
 
 
 def _sym_storage_offset() -> bool:

@@ -20,8 +20,15 @@ def install() -> None:
     mode): AOTAutograd takes their whole allocation as one flat tensor, whose length no guard holds and no
     symbol describes. Another size under dynamic shapes then stops in one of torch's own assertions. What the
     inputs reach of it has a length made of theirs.
+
+    Raises:
+        RuntimeError: This torch calls what is repaired differently; nothing was replaced.
     """
     given = runtime_wrappers.merge_view_inputs
+    at_runtime = _merges_at_runtime()
+    names = list(inspect.signature(given).parameters)[:2]
+    if names != ["aot_config", "fwd_inputs"]:
+        raise RuntimeError(f"merge_view_inputs takes {names}")
 
     @wraps(given)
     def merge_view_inputs(config: Any, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -29,7 +36,7 @@ def install() -> None:
             return given(config, inputs, *args, **kwargs)  # type: ignore[arg-type]
 
     _replace(runtime_wrappers, "merge_view_inputs", merge_view_inputs)
-    if not _merges_at_runtime():
+    if not at_runtime:
         _narrow_at_runtime()
 
 
