@@ -195,6 +195,34 @@ def recompiles() -> Iterator[Row]:
     )
 
 
+def _model(layer: Callable[..., Any], pool: torch.Tensor) -> Callable[..., Any]:
+    caches = tuple(pool)
+
+    def model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        for cache in caches:
+            q = q + layer(q, k, v, cache)
+        return q
+
+    return model
+
+
+def layers() -> Iterator[Row]:
+    """Time until the first answer of a model of many layers over one pool, traced as one graph."""
+    for count in (1, 8, 32):
+        torch._dynamo.reset()
+        wrapper, at = planned(32)
+        pool = torch.randn(count, 32, 2, PAGE_SIZE, KV_HEADS, DIM)
+        model = _model(_layer(wrapper, at), pool)
+        q, k, v = torch.randn(4, HEADS, DIM), *(torch.randn(4, KV_HEADS, DIM) for _ in "kv")
+        want = model(q, k, v)
+        step = torch.compile(model, fullgraph=True, options={"fx_graph_cache": False})
+        start = time.perf_counter()
+        got = step(q, k, v)
+        seconds = time.perf_counter() - start
+        assert torch.equal(got, want)
+        yield Row(f"first call, {count} layers of one pool", seconds * 1e6, f"{seconds:.1f} s", "out")
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -203,7 +231,7 @@ def main() -> None:
     torch.set_num_threads(1)
     large = 1 << 26 if given.quick else 1 << 30
     modes: dict[str, bool | None] = {"None": None} if given.quick else {**MODES}
-    rows = [*operators(), *eager(), *recompiles(), *sizes((1 << 24, large), modes)]
+    rows = [*operators(), *eager(), *recompiles(), *layers(), *sizes((1 << 24, large), modes)]
     table = Table(title=f"torch.compile, microseconds (torch {torch.__version__}, one thread)")
     for name in ("what", "us", "against", "checked"):
         table.add_column(name, justify="right" if name == "us" else "left")

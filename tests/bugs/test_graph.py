@@ -144,7 +144,7 @@ def test_b65_failing_plan_leaves_the_graph_replayable(backend, way):
         plan(w, sized(case, 620, 370))
     two_rows = sized(pool(2, rows=2), 20, 30)
     if way == D_TC:
-        with refused("q_len_per_req", "1, frozen", "got 2"):
+        with refused("q_len_per_req", "needs 1, of the frozen", "got 2"):
             plan(w, two_rows)
     else:
         with refused("query rows", "2, frozen", "got 4"):
@@ -172,7 +172,7 @@ def test_b65_verify_length_is_frozen_in_both_directions(backend):
         with served(backend):
             plan(w, case)
         graph = Captured.of(w, case)
-        with refused("q_len_per_req", f"{frozen}, frozen", f"got {other}"):
+        with refused("q_len_per_req", f"needs {frozen}, of the frozen", f"got {other}"):
             plan(w, sized(pool(2, rows=other), 60, 70))
         new = sized(pool(2, rows=frozen), 60, 70)
         plan(w, new)
