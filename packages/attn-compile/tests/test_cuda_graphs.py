@@ -8,20 +8,14 @@ from attn_core import BatchDecodeWithPagedKVCacheWrapper, append_paged_kv_cache
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: captures CUDA graphs")
 
 PAGES, PAGE, HKV, HQ, DIM = 32, 8, 2, 4, 64
-
-
-@pytest.fixture(params=["reference", "fa2"])
-def backend(request):
-    if request.param == "fa2":
-        pytest.importorskip("attn_hip")
-    return request.param
+BACKEND = "reference"
 
 
 def device(*values):
     return torch.tensor(values, dtype=torch.int32, device="cuda")
 
 
-def wrapper(batch, backend):
+def wrapper(batch):
     return BatchDecodeWithPagedKVCacheWrapper(
         torch.empty(1 << 20, dtype=torch.uint8, device="cuda"),
         use_cuda_graph=True,
@@ -29,21 +23,21 @@ def wrapper(batch, backend):
         paged_kv_indptr_buffer=device(*[0] * (batch + 1)),
         paged_kv_indices_buffer=device(*[0] * PAGES),
         paged_kv_last_page_len_buffer=device(*[0] * batch),
-        backend=backend,
+        backend=BACKEND,
     )
 
 
 class Layer(torch.nn.Module):
     """Append and attend; the cache is a module buffer, so a graph uses it where it is."""
 
-    def __init__(self, wrapper, cache, backend):
+    def __init__(self, wrapper, cache):
         super().__init__()
-        self.wrapper, self.backend = wrapper, backend
+        self.wrapper = wrapper
         self.register_buffer("cache", cache)
 
     def forward(self, q, k, v, *at):
         batch, positions, indices, indptr, last = at
-        append_paged_kv_cache(k, v, batch, positions, self.cache, indices, indptr, last, backend=self.backend)
+        append_paged_kv_cache(k, v, batch, positions, self.cache, indices, indptr, last, backend=BACKEND)
         return self.wrapper.run(q[:, :HQ] * 2, self.cache) + 1
 
 
@@ -95,11 +89,11 @@ def recorded():
     return 0 if manager is None else sum(len(nodes) for nodes in manager.roots.values())
 
 
-def test_decode_is_captured_and_replays_equal_eager(strict_trees, backend):
+def test_decode_is_captured_and_replays_equal_eager(strict_trees):
     torch.manual_seed(0)
     start = torch.randn(PAGES, 2, PAGE, HKV, DIM, dtype=torch.bfloat16, device="cuda")
-    captured = {b: Layer(wrapper(b, backend), start.clone(), backend) for b in (2, 3)}
-    eager = {b: Layer(wrapper(b, backend), start.clone(), backend) for b in (2, 3)}
+    captured = {b: Layer(wrapper(b), start.clone()) for b in (2, 3)}
+    eager = {b: Layer(wrapper(b), start.clone()) for b in (2, 3)}
     fast = {b: torch.compile(x, mode="reduce-overhead", fullgraph=True) for b, x in captured.items()}
     graphs = []
     with torch.no_grad():
@@ -121,9 +115,8 @@ def test_decode_is_captured_and_replays_equal_eager(strict_trees, backend):
     assert graphs[2] == graphs[1]
 
 
-def test_a_replay_reads_the_plan_of_now_not_of_the_capture(strict_trees, backend):
-    cache = torch.randn(PAGES, 2, PAGE, HKV, DIM, dtype=torch.bfloat16, device="cuda")
-    layer = Layer(wrapper(2, backend), cache, backend)
+def test_a_replay_reads_the_plan_of_now_not_of_the_capture(strict_trees):
+    layer = Layer(wrapper(2), torch.randn(PAGES, 2, PAGE, HKV, DIM, dtype=torch.bfloat16, device="cuda"))
     fast = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
     seen = []
     with torch.no_grad():
