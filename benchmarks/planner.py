@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from attn_hip.host import Host
+from attn_hip.plan import NOT_MEASURED
 
 TILE_Q, KV_TILE, MIN_CHUNK, FINE, GROUP = 16, 64, 128, 16, 4
 KINDS = {
@@ -33,7 +34,7 @@ KINDS = {
 
 def planner(native: Any, heads: int, workers: int) -> Any:
     return native.PlanInput(
-        GROUP, heads, TILE_Q, KV_TILE, MIN_CHUNK, FINE, workers, 1, -1, True, (0, 0, 0, 0), 0, -1
+        GROUP, heads, TILE_Q, KV_TILE, MIN_CHUNK, FINE, workers, 1, -1, True, NOT_MEASURED, 0, -1
     )
 
 

@@ -27,7 +27,8 @@ _GPU_KV_TILE, _GPU_FINE = 64, 16
 _GPU_MIN_CHUNK = {16: 128, 64: 256, 128: 256}
 _GPU_BLOCKS = 2
 """Blocks that a compute unit runs side by side."""
-_NOT_MEASURED = (0, 0, 0, 0, 0)
+NOT_MEASURED = (0, 0, 0, 0, 0)
+"""The pace of a device that nobody has measured."""
 _KEY_BYTES = 512
 """Key and value of a head for which paces were measured."""
 _INVARIANT_TILE = 64
@@ -56,7 +57,7 @@ class Style:
     min_chunk: int
     max_heads: int
     fine: int = 0
-    pace: tuple[int, int, int, int, int] = _NOT_MEASURED
+    pace: tuple[int, int, int, int, int] = NOT_MEASURED
 
 
 @dataclass(frozen=True, slots=True)
