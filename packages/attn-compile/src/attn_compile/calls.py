@@ -24,6 +24,24 @@ def split_scales(scales: tuple[Scale, Scale, Scale]) -> tuple[Any, ...]:
     return (*tensors, *factors)
 
 
+def handed_over(found: Any, return_lse: bool, out: Tensor | None, lse: Tensor | None) -> Any:
+    """Return the result of a run; a caller's ``out`` or ``lse`` is filled by ``copy_``."""
+    made, sums = found if return_lse else (found, None)
+    result = made if out is None else out.copy_(made)
+    if sums is None:
+        return result
+    return result, sums if lse is None else lse.copy_(sums)
+
+
+def run_mla(
+    ops: Calls, out: Tensor | None, lse: Tensor | None, handle: int, q_nope: Tensor, q_pe: Tensor,
+    ckv_cache: Tensor, kpe_cache: Tensor, o_dtype: torch.dtype, return_lse: bool, base_e: bool,
+) -> Any:  # fmt: skip
+    """Trace a run of latent attention."""
+    found = ops["run_mla"](handle, q_nope, q_pe, ckv_cache, kpe_cache, o_dtype, return_lse, base_e)
+    return handed_over(found, return_lse, out, lse)
+
+
 def append(
     ops: Calls, key: Tensor, value: Tensor, batch_indices: Tensor, positions: Tensor, cache: Any,
     kv_indices: Tensor, kv_indptr: Tensor, kv_last_page_len: Tensor, kv_layout: str, backend: str,
@@ -129,6 +147,7 @@ CALLS: Mapping[str, Callable[..., Any]] = {
     "append_paged_mla_kv_cache": append_latent,
     "chain_speculative_sampling": sample,
     "get_batch_indices_positions": batch_indices_positions,
+    "run_mla": run_mla,
     "single": single,
     "merge_state": merge("merge_state"),
     "merge_states": merge("merge_states"),

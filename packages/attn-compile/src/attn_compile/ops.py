@@ -13,7 +13,7 @@ from attn_core import tracing
 from attn_core.op_table import OpRow
 
 from . import defects, fixups, guard
-from .calls import CALLS, split_scales
+from .calls import CALLS, handed_over, split_scales
 from .plans import PLANS
 from .registry import register
 from .rows import ROWS
@@ -70,11 +70,8 @@ class OpTracer:
         guard.arm()
         args = (handle, q, k, v, *split_scales(scales), o_dtype, return_lse)
         found = self._ops["run"](*args) if plan is None else self._ops["run_planned"](plan, *args)
-        made, sums = found if return_lse else (found, None)
-        result: torch.Tensor = made if out is None else out.copy_(made)
-        if sums is None:
-            return result
-        return result, sums if lse is None else lse.copy_(sums)
+        result: tracing.Result = handed_over(found, return_lse, out, lse)
+        return result
 
     def doctor(self, probe: bool) -> dict[str, object]:
         """Return rows for ``attn doctor``; with ``probe`` ten cells of the matrix are compiled."""

@@ -8,7 +8,7 @@ import torch
 
 from . import capture
 from .batch import HostBatch, to_host
-from .checking import dense
+from .checking import check_reach, dense
 from .errors import needs
 from .problem import PosEncoding
 from .quantization import packbits, segment_packbits
@@ -150,8 +150,7 @@ def _packed(mask: torch.Tensor, size: int, device: torch.device) -> torch.Tensor
 
 def _check_place(name: str, mask: torch.Tensor, device: torch.device) -> None:
     dense(name, mask, "core.mask-dtype")
-    if mask.device.type not in ("cpu", device.type):
-        raise ValueError(needs(name, f"a tensor on cpu or {device}", mask.device, "core.device"))
+    check_reach(name, mask, device)
 
 
 def _mask_shapes(q_len: torch.Tensor, batch: HostBatch) -> list[tuple[int, ...]]:

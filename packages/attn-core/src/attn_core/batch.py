@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 
 from . import capture
+from .checking import check_reach
 from .errors import needs
 
 INT32_MAX = 2**31 - 1
@@ -114,14 +115,14 @@ def paged_batch(
     few = _few_lengths(indptr, last, page_size)
     if few is not None:
         lengths, total_pages = few
-        indices, max_page_id = _indices(host.get("kv_indices"), kv_indices, total_pages)
+        indices, max_page_id = page_ids(host.get("kv_indices"), kv_indices, total_pages)
         kv_len, known = torch.tensor(lengths, dtype=torch.int32), (min(lengths), max(lengths), sum(lengths))
     else:
         pages, total_pages, min_pages, max_pages = lengths_of("kv_indptr", indptr, last.numel())
         if max_pages * page_size > INT32_MAX:
             want = f"at most {INT32_MAX} tokens per request"
             raise ValueError(needs("kv_indptr", want, f"{max_pages} pages of {page_size}", "core.kv-len"))
-        indices, max_page_id = _indices(host.get("kv_indices"), kv_indices, total_pages)
+        indices, max_page_id = page_ids(host.get("kv_indices"), kv_indices, total_pages)
         kv_len, known = _kv_len(pages, min_pages, last, page_size), None
     if seq_lens is not None:
         _check_seq_lens(host["seq_lens"], kv_len)
@@ -134,7 +135,7 @@ def with_host_indices(batch: HostBatch) -> HostBatch:
     if batch.kv_indices is None or batch.max_page_id is not None:
         return batch
     on_host = to_host({"kv_indices": batch.kv_indices}, batch.kv_indices.device)["kv_indices"]
-    indices, most = _indices(on_host, on_host, batch.shape.total_pages)
+    indices, most = page_ids(on_host, on_host, batch.shape.total_pages)
     return replace(batch, kv_indices=indices, max_page_id=most)
 
 
@@ -215,8 +216,7 @@ def check_index(name: str, tensor: object, device: torch.device) -> None:
         raise TypeError(needs(name, "dtype int32 (int64 is converted)", tensor.dtype, "core.index-type"))
     if tensor.ndim != 1:
         raise ValueError(needs(name, "a 1-D tensor", f"shape {tuple(tensor.shape)}", "core.index-shape"))
-    if tensor.device.type not in ("cpu", device.type):
-        raise ValueError(needs(name, f"a tensor on cpu or {device}", tensor.device, "core.device"))
+    check_reach(name, tensor, device)
 
 
 def narrow(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -295,17 +295,16 @@ def lengths_of(name: str, indptr: torch.Tensor, batch_size: int) -> tuple[torch.
     return lengths, total, low, high
 
 
-def _indices(
-    on_host: torch.Tensor | None, given: torch.Tensor, total_pages: int
-) -> tuple[torch.Tensor, int | None]:
-    if given.numel() < total_pages:
+def page_ids(host: torch.Tensor | None, given: torch.Tensor, total: int) -> tuple[torch.Tensor, int | None]:
+    """Return the page ids in use, and the greatest of those that are on the host, which are checked."""
+    if given.numel() < total:
         raise ValueError(
-            needs("kv_indices", f"kv_indptr[-1] = {total_pages} entries", given.numel(), "core.indices")
+            needs("kv_indices", f"kv_indptr[-1] = {total} entries", given.numel(), "core.indices")
         )
-    if on_host is None:
-        return given[:total_pages], None
-    used = on_host[:total_pages]
-    if total_pages == 0:
+    if host is None:
+        return given[:total], None
+    used = host[:total]
+    if total == 0:
         return used, -1
     low, high = _range(used)
     if low < 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .checking import dense
+from .checking import check_reach, dense
 from .errors import needs
 
 
@@ -38,7 +38,6 @@ def fetch(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor
     dense(name, tensor, "core.layout")
     if tensor.device.type == "cpu":
         return tensor
-    if tensor.device.type != device.type:
-        raise ValueError(needs(name, f"a tensor on cpu or {device}", tensor.device, "core.device"))
+    check_reach(name, tensor, device)
     refuse_plan(device)
     return tensor.cpu()

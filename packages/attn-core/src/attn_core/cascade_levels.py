@@ -9,7 +9,7 @@ import torch
 
 from . import tracing
 from .cache_view import CacheView
-from .checking import flag
+from .checking import flag, whole
 from .errors import needs
 from .merge import merge_states
 from .options import Dtype
@@ -55,10 +55,7 @@ class MultiLevelCascadeAttentionWrapper:
         paged_kv_last_page_len_buf_arr: Tensors | None = None,
         backend: str = "auto",
     ) -> None:
-        if isinstance(num_levels, bool) or not isinstance(num_levels, int):
-            raise TypeError(needs("num_levels", "an int", type(num_levels).__name__, "core.cascade"))
-        if num_levels < 1:
-            raise ValueError(needs("num_levels", "at least 1", num_levels, "core.cascade"))
+        whole("num_levels", num_levels, "core.cascade", 1)
         self._use_cuda_graph = flag("use_cuda_graph", use_cuda_graph)
         buffers: list[dict[str, Any]] = [{}] * num_levels
         if self._use_cuda_graph:

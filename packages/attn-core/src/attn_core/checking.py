@@ -33,14 +33,34 @@ def dense(name: str, value: object, code: str) -> torch.Tensor:
     return value
 
 
-def whole(name: str, value: object, code: str) -> int:
+def whole(name: str, value: object, code: str, least: int | None = None) -> int:
     """Return a size or a position given as an int.
 
     Raises:
         TypeError: Not an int; a bool is none.
+        ValueError: Below ``least``.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(needs(name, "an int", type(value).__name__, code))
+    if least is not None and value < least:
+        raise ValueError(needs(name, f"at least {least}", value, code))
+    return value
+
+
+def check_reach(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Raise ValueError for a tensor that is neither on the CPU nor on a device of this kind."""
+    if tensor.device.type not in ("cpu", device.type):
+        raise ValueError(needs(name, f"a tensor on cpu or {device}", tensor.device, "core.device"))
+
+
+def backend_name(value: object) -> str:
+    """Return what names a backend or a candidate.
+
+    Raises:
+        TypeError: Not a string.
+    """
+    if not isinstance(value, str):
+        raise TypeError(needs("backend", "a string", type(value).__name__, "core.backend-name"))
     return value
 
 

@@ -16,7 +16,7 @@ from types import ModuleType
 
 import attn_core
 
-from .compat_modules import SHARED, UTILS, Lookup, autotune, fork, jit, no
+from .compat_modules import FORK, SHARED, UTILS, Lookup, autotune, jit, no
 from .errors import needs
 from .not_here import NAMES, refusing
 
@@ -103,12 +103,12 @@ def _lookups() -> Iterator[tuple[str, Lookup]]:
     yield from ((module, _attribute_of(module)) for module in MODULES)
     yield from ((path, _attribute_of(module)) for path, module in PARTS.items())
     yield from ((path, jit) for path in _BUILDS)
-    yield from ((path, fork) for path in _FORK)
+    yield from ((path, FORK.__getitem__) for path in _FORK)
     yield "utils", UTILS.__getitem__
     yield from (
         (path, {"is_cuda_tile_available": no}.__getitem__) for path in ("cutile", "cutile.cutile_common")
     )
-    yield "triton", _empty
+    yield "triton", dict[str, object]().__getitem__
     yield "triton.cascade", _merges
     rest = set(NAMES) - {"", "triton.cascade", *MODULES}
     yield from ((path, _refused_of(path)) for path in sorted(rest))
@@ -131,10 +131,6 @@ def _attribute_of(module: str) -> Lookup:
         return UTILS[wanted] if wanted in SHARED else getattr(attn_core, wanted)
 
     return find
-
-
-def _empty(wanted: str) -> object:
-    raise KeyError(wanted)
 
 
 def _merges(wanted: str) -> object:

@@ -148,15 +148,6 @@ def jit(wanted: str) -> object:
     return _spec if wanted.startswith("gen_") else JIT[wanted]
 
 
-def fork(wanted: str) -> object:
-    """Return what the AMD fork's tests ask before they choose a backend by name: nothing to choose.
-
-    Raises:
-        KeyError: They ask no such thing.
-    """
-    return FORK[wanted]
-
-
 def _spec(*args: object, **kwargs: object) -> JitSpec:
     return JitSpec()
 
@@ -206,6 +197,7 @@ JIT: dict[str, Any] = {
     # The source of a kernel there; a name is enough for who hands it back to a wrapper.
     "attention_sink_decl": {"fa2": "AttentionSink", "fa3": "AttentionSink"},
 }  # fmt: skip
+# What the AMD fork's tests ask before they choose a backend by name: nothing to choose.
 FORK: dict[str, Any] = {
     "_aiter_native_page_sizes": frozenset, "_device_arch": _nothing, "aiter_softcap_defect_arch": _nothing,
     "capability_reason": lambda *args: "asked of attn-core: see attn explain",

@@ -205,8 +205,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         return problem, batch
 
     def _check_q_len(self, q_len: object) -> int:
-        if isinstance(q_len, bool) or not isinstance(q_len, int):
-            raise TypeError(needs("q_len_per_req", "an int", type(q_len).__name__, "core.q-len"))
+        q_len = whole("q_len_per_req", q_len, "core.q-len")
         if q_len < 1:
             raise ValueError(
                 needs("q_len_per_req", "at least 1 (q_len_per_req must be >= 1)", q_len, "core.q-len")
@@ -288,9 +287,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
 
     def _check_repeated(self, window_left: int | None, q_len_per_req: int | None) -> None:
         plan = self._planned()
-        planned = plan.query.problem.window_left
-        if window_left is not None and whole("window_left", window_left, "core.window") != planned:
-            raise ValueError(needs("window_left", f"the planned {planned}", window_left, "core.window"))
+        if window_left is not None:
+            self._check_window(window_left)
         if q_len_per_req is None:
             return
         stated = whole("q_len_per_req", q_len_per_req, "core.q-len")

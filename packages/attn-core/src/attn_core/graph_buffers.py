@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .checking import flag
+from .checking import flag, whole
 from .errors import needs
 from .planner import GraphBuffers
 
@@ -23,14 +23,11 @@ def decode_buffers(
         TypeError: ``max_seq_len`` is not an int.
         ValueError: A buffer is missing or unfit, or ``max_seq_len`` comes without graph mode.
     """
-    if max_seq_len is not None:
-        if isinstance(max_seq_len, bool) or not isinstance(max_seq_len, int):
-            raise TypeError(needs("max_seq_len", "an int", type(max_seq_len).__name__, "core.max-seq-len"))
-        if not use_cuda_graph or max_seq_len < 1:
-            want = "use_cuda_graph=True and at least 1"
-            raise ValueError(
-                needs("max_seq_len", want, f"{use_cuda_graph}, {max_seq_len}", "core.max-seq-len")
-            )
+    if max_seq_len is not None and (
+        whole("max_seq_len", max_seq_len, "core.max-seq-len") < 1 or not use_cuda_graph
+    ):
+        want = "use_cuda_graph=True and at least 1"
+        raise ValueError(needs("max_seq_len", want, f"{use_cuda_graph}, {max_seq_len}", "core.max-seq-len"))
     if not flag("use_cuda_graph", use_cuda_graph):
         return None
     last = _buffer("paged_kv_last_page_len_buffer", last_page_len, device)

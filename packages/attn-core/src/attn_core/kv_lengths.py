@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .batch import HostBatch, check_index, first_true, flat, lengths_of, paged_batch, to_host
+from .batch import HostBatch, check_index, first_true, flat, lengths_of, page_ids, paged_batch, to_host
 from .errors import needs
 
 
@@ -60,9 +60,7 @@ def _check_held(kv_len: torch.Tensor, held: torch.Tensor, page_size: int) -> Non
 
 def _used(kv_indices: torch.Tensor, indptr: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
     """Return the ids of the first ``pages`` pages of each request, without those reserved behind them."""
-    if kv_indices.numel() < int(indptr[-1]):
-        want = f"kv_indptr[-1] = {int(indptr[-1])} entries"
-        raise ValueError(needs("kv_indices", want, kv_indices.numel(), "core.indices"))
+    held, _ = page_ids(None, kv_indices, int(indptr[-1]))
     first = pages.cumsum(0) - pages
     places = torch.arange(int(pages.sum())) + (indptr[:-1] - first).repeat_interleave(pages)
-    return kv_indices[places.to(kv_indices.device)]
+    return held[places.to(held.device)]

@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 
 from . import state, tracing
 from .arguments import as_dtype, check_workspace, refuse
-from .checking import flag
+from .checking import flag, whole
 from .errors import needs
 from .graph_buffers import latent_buffers
 from .kv_lengths import batch_of_lengths
@@ -112,10 +112,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             raise TypeError(needs("sm_scale", "a number", type(sm_scale).__name__, "core.sm-scale"))
         dtype = as_dtype("q_data_type", q_data_type)
         for name, dim, least in (("head_dim_ckv", head_dim_ckv, 1), ("head_dim_kpe", head_dim_kpe, 0)):
-            if isinstance(dim, bool) or not isinstance(dim, int):
-                raise TypeError(needs(name, "an int", type(dim).__name__, "core.head-dim"))
-            if dim < least:
-                raise ValueError(needs(name, f"at least {least}", dim, "core.head-dim"))
+            whole(name, dim, "core.head-dim", least)
         problem = AttentionProblem(
             op=Op.PREFILL_PAGED, num_qo_heads=num_heads, num_kv_heads=1,
             head_dim_qk=head_dim_ckv + head_dim_kpe, head_dim_vo=head_dim_ckv, q_dtype=dtype,
@@ -214,12 +211,8 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
     ) -> Result:
         """Trace a run: whether the parts lie side by side is seen when it runs."""
         wanted = return_lse or lse is not None
-        found = tracing.call("run_mla", self._handle, *parts, s.o_dtype, wanted, base_e)
-        made, sums = found if wanted else (found, None)
-        result: torch.Tensor = made if out is None else out.copy_(made)
-        if sums is not None and lse is not None:
-            sums = lse.copy_(sums)
-        return (result, sums) if return_lse and sums is not None else result
+        found: Result = tracing.call("run_mla", out, lse, self._handle, *parts, s.o_dtype, wanted, base_e)
+        return found if return_lse or not isinstance(found, tuple) else found[0]
 
     def _check_parts(
         self, s: state.PlanState, q_nope: object, q_pe: object, ckv_cache: object, kpe_cache: object

@@ -123,8 +123,7 @@ def make_problem(
     """
     for name, value in zip(_INTEGERS, heads + head_dims, strict=True):
         # Not left to the problem: a kept one is found by ==, and 8.0 equals 8.
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(needs(name, "an int", type(value).__name__, "core.heads"))
+        whole(name, value, "core.heads")
     try:
         return _make_problem(op, heads, head_dims, *rest)
     except TypeError as err:

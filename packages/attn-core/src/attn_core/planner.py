@@ -16,6 +16,7 @@ from .arena import Copy, GraphArena, Image, Layout, pack, upload
 from .arguments import MaskBits, check_workspace
 from .backend import DeviceImage, PlanResult
 from .batch import HostBatch, with_host_indices
+from .checking import backend_name
 from .errors import needs
 from .frozen import FrozenShape, check_capacity
 from .plan_image import captured_layout, index_parts
@@ -68,9 +69,7 @@ class Planner:
     ) -> None:
         self._float_workspace_buffer = check_workspace("float_workspace_buffer", float_workspace_buffer)
         self._kv_layout = check_kv_order(kv_layout)
-        if not isinstance(backend, str):
-            raise TypeError(needs("backend", "a string", type(backend).__name__, "core.backend-name"))
-        self._requested = backend
+        self._requested = backend_name(backend)
         self._graph = graph
         self.device = float_workspace_buffer.device
         self._described: DeviceTarget | None = None

@@ -7,8 +7,8 @@ from typing import Unpack
 import torch
 
 from .batch import size_of
+from .checking import whole
 from .decode_paged import BatchDecodeWithPagedKVCacheWrapper
-from .errors import needs
 from .options import DecodeOptions
 
 Key = tuple[int, int]
@@ -43,10 +43,7 @@ class DecodePlanPool:
         backend: str = "auto",
         max_seq_len: int | None = None,
     ) -> None:
-        if isinstance(max_pages, bool) or not isinstance(max_pages, int):
-            raise TypeError(needs("max_pages", "an int", type(max_pages).__name__, "core.pool"))
-        if max_pages < 1:
-            raise ValueError(needs("max_pages", "at least 1", max_pages, "core.pool"))
+        whole("max_pages", max_pages, "core.pool", 1)
         self._workspace, self._max_pages, self._layout = float_workspace_buffer, max_pages, kv_layout
         self._backend, self._max_seq_len = backend, max_seq_len
         self._members: dict[Key, BatchDecodeWithPagedKVCacheWrapper] = {}

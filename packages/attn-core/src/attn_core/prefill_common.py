@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .batch import HostBatch, first_true, flat, to_host
-from .checking import flag
+from .checking import flag, whole
 from .errors import needs
 from .problem import MaskMode
 
@@ -37,9 +37,7 @@ def check_lengths(
         ("max_token_per_sequence", max_token_per_sequence, shape.max_q_len),
         ("max_sequence_kv", max_sequence_kv, shape.max_kv_len),
     ):
-        if stated is not None and (isinstance(stated, bool) or not isinstance(stated, int)):
-            raise TypeError(needs(name, "an int", type(stated).__name__, "core.max-length"))
-        if stated is not None and stated < actual:
+        if stated is not None and whole(name, stated, "core.max-length") < actual:
             raise ValueError(
                 needs(name, f"at least {actual}, the longest request", stated, "core.max-length")
             )

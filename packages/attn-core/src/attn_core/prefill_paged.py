@@ -10,7 +10,6 @@ from . import tracing
 from .arguments import MaskBits, check_workspace, mask_bits, refuse, split_size
 from .batch import HostBatch, paged_batch, size_of
 from .cache_view import CacheView, unpack
-from .checking import whole
 from .errors import needs
 from .graph_buffers import paged_buffers
 from .options import Dtype, forward_changes, make_problem
@@ -301,9 +300,7 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
             skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         )
         if window_left is not None:
-            planned = self._planned().query.problem.window_left
-            if whole("window_left", window_left, "core.window") != planned:
-                raise ValueError(needs("window_left", f"the planned {planned}", window_left, "core.window"))
+            self._check_window(window_left)
         k, v = unpack(paged_kv_cache, self._kv_layout)
         return self._run(q, k, v, out, lse, return_lse, q_scale, k_scale, v_scale)
 

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 import torch
 
+from .batch import INT32_MAX
 from .checking import whole
 from .errors import needs
 
@@ -56,8 +57,6 @@ class PosEncoding(StrEnum):
 
 
 KV_ORDERS = ("NHD", "HND")
-_MOST = 2**31 - 1
-"""Kernels count in int32."""
 
 
 def check_kv_order(order: str) -> str:
@@ -157,8 +156,8 @@ class AttentionProblem:
         if self.num_qo_heads % self.num_kv_heads:
             want = f"a multiple of num_kv_heads {self.num_kv_heads}"
             raise ValueError(needs("num_qo_heads", want, self.num_qo_heads, "core.heads"))
-        if not -1 <= whole("window_left", self.window_left, "core.window") <= _MOST:
-            raise ValueError(needs("window_left", f"-1 to {_MOST}", self.window_left, "core.window"))
+        if not -1 <= whole("window_left", self.window_left, "core.window") <= INT32_MAX:
+            raise ValueError(needs("window_left", f"-1 to {INT32_MAX}", self.window_left, "core.window"))
         if not self.logits_soft_cap >= 0:
             raise ValueError(needs("logits_soft_cap", "0 or more", self.logits_soft_cap, "core.soft-cap"))
         if self.fixed_split_size is not None:
@@ -198,7 +197,5 @@ _HASHED = tuple(name for name in AttentionProblem.__dataclass_fields__ if name !
 
 def _positive(code: str, **values: int) -> None:
     for name, value in values.items():
-        if whole(name, value, code) < 1:
-            raise ValueError(needs(name, "at least 1", value, code))
-        if value > _MOST:
-            raise ValueError(needs(name, f"at most {_MOST}", value, code))
+        if whole(name, value, code, 1) > INT32_MAX:
+            raise ValueError(needs(name, f"at most {INT32_MAX}", value, code))

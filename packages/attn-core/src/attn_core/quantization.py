@@ -10,11 +10,9 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from . import capture, tracing
-from .batch import INDEX_DTYPES, first_true
+from .batch import INDEX_DTYPES, INT32_MAX, first_true
 from .checking import dense
 from .errors import needs
-
-_INT32_MAX = 2**31 - 1
 
 
 def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
@@ -83,8 +81,8 @@ def segment_packbits(
     num_bytes = (offsets.diff() + 7) // 8
     new_offsets = torch.nn.functional.pad(num_bytes.cumsum(0), (1, 0))
     total = int(new_offsets[-1])
-    if total > _INT32_MAX:
-        wanted = f"a packed size of at most {_INT32_MAX} bytes"
+    if total > INT32_MAX:
+        wanted = f"a packed size of at most {INT32_MAX} bytes"
         raise ValueError(needs("indptr", wanted, f"{total} bytes", "core.packbits-size"))
     new_indptr = new_offsets.to(torch.int32).to(x.device)
     if num_bytes.numel() <= 1:
@@ -102,7 +100,7 @@ def _cut(
     """
     total = int(new_offsets[-1])
     # Bit numbers below 2**31 halve the scratch.
-    index = torch.int32 if 8 * total <= _INT32_MAX else torch.int64
+    index = torch.int32 if 8 * total <= INT32_MAX else torch.int64
     counts = new_offsets.diff().to(packed.device)
     ends = offsets[1:].to(index).to(packed.device)
     shifts = (offsets[:-1] - 8 * new_offsets[:-1]).to(index).to(packed.device)

@@ -14,6 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from . import capture, notices, plugins, tracing
 from .backend import SamplingIO
+from .checking import backend_name, dense
 from .errors import needs
 from .not_here import refusing
 from .sampling_math import MAX_VOCAB, PAD
@@ -116,11 +117,10 @@ def chain_speculative_sampling(
     ids = draft_token_ids.to(torch.int64)
     if device.type == "cpu":
         _check_ids(ids, vocab_size)
-    if not isinstance(backend, str):
-        raise TypeError(needs("backend", "a string", type(backend).__name__, "core.backend-name"))
     problem = SamplingProblem(draft_probs.dtype, target_probs.dtype, vocab_size)
     target = target_of(device)
-    samplers = screened(target, problem, backend, plugins.registry())  # before the generator moves on
+    # Before the generator moves on.
+    samplers = screened(target, problem, backend_name(backend), plugins.registry())
     seeds, offsets = _seed_and_offset(seed, offset, generator, device)
     tokens = torch.empty(batch_size, n + 1, dtype=torch.int32, device=device)
     accepted, emitted = (
@@ -176,8 +176,7 @@ def _check_probs(
 ) -> None:
     given = {"draft_probs": draft_probs, "target_probs": target_probs, "draft_token_ids": draft_token_ids}
     for name, tensor in given.items():
-        if not isinstance(tensor, torch.Tensor) or tensor.is_sparse:
-            raise TypeError(needs(name, "a tensor", type(tensor).__name__, "core.sampling-dtype"))
+        dense(name, tensor, "core.sampling-dtype")
     for name, probs in (("draft_probs", draft_probs), ("target_probs", target_probs)):
         if probs.dtype not in _PROB_DTYPES:
             wanted = "float16, bfloat16, float32 or float64"

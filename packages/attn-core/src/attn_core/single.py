@@ -12,6 +12,7 @@ from . import capture, plugins, tracing
 from .arguments import as_dtype, mask_bits, refuse
 from .batch import HostBatch, single_batch
 from .capability import GraphSupport
+from .checking import backend_name
 from .errors import needs
 from .options import Dtype, make_problem
 from .prefill_common import mask_mode
@@ -53,10 +54,8 @@ _captured: dict[int, PlanState] = {}
 
 
 def _wrapper(device: torch.device, backend: str) -> _OneCall:
-    if not isinstance(backend, str):
-        raise TypeError(needs("backend", "a string", type(backend).__name__, "core.backend-name"))
     kept: dict[tuple[torch.device, str], _OneCall] = _mine.__dict__.setdefault("wrappers", {})
-    key = (device, backend)
+    key = (device, backend_name(backend))
     if key not in kept:
         kept[key] = _OneCall(device, backend)
     return kept[key]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .checking import dense
+from .checking import dense, whole
 from .errors import needs
 from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
 from .route import RouteDecision
@@ -52,11 +52,7 @@ def check_size(name: str, value: object, least: int = 1) -> int:
         TypeError: Not an int.
         ValueError: Too small.
     """
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(needs(name, "an int", type(value).__name__, "core.sparse"))
-    if value < least:
-        raise ValueError(needs(name, f"at least {least}", value, "core.sparse"))
-    return value
+    return whole(name, value, "core.sparse", least)
 
 
 def check_keys(name: str, t: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from . import capture, state, tracing
 from .arguments import check_workspace
 from .backend import RunIO
-from .checking import device_of, flag
+from .checking import device_of, flag, whole
 from .engine_view import EngineView
 from .errors import needs
 from .planner import check_bytes
@@ -169,6 +169,12 @@ class AttentionWrapper(EngineView):
             contract.dense_head_dim and not k.stride()[-1] == v.stride()[-1] == 1
         ):
             state.check_contract(contract, k, v)
+
+    def _check_window(self, window_left: int) -> None:
+        """Raise where a run states another window than the planned one."""
+        planned = self._planned().query.problem.window_left
+        if whole("window_left", window_left, "core.window") != planned:
+            raise ValueError(needs("window_left", f"the planned {planned}", window_left, "core.window"))
 
     def _refuse_eager_capture(self) -> None:
         if self._graph is None and capture.capturing(self.device):
