@@ -16,7 +16,7 @@ class Item(NamedTuple):
     kv_begin: int
     kv_end: int
     slot: int
-    reserved: int
+    merge: int
 
 
 class Merge(NamedTuple):
@@ -26,8 +26,8 @@ class Merge(NamedTuple):
     first_slot: int
     num_slots: int
     slot_stride: int
+    arrived: int
     reserved: int
-    also_reserved: int
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,7 @@ def check(asked: Asked, made: Made) -> None:
     """Assert everything that makes a plan right."""
     _check_cover(asked, made)
     _check_slots(asked, made)
+    _check_joins(made)
     _check_grid(asked, made)
 
 
@@ -173,6 +174,16 @@ def _check_slots(asked: Asked, made: Made) -> None:
     assert sorted(read) == sorted(written)
     assert direct | merged == _tiles(asked)
     assert not direct & merged
+
+
+def _check_joins(made: Made) -> None:
+    """An item names the merge that its partial of a head is for; every count begins at 0."""
+    assert all(merge.arrived == 0 for merge in made.merges)
+    for item in made.items:
+        for n in range(item.num_heads if item.slot >= 0 else 0):
+            merge = made.merges[item.merge + n]
+            slots = [merge.first_slot + i * merge.slot_stride for i in range(merge.num_slots)]
+            assert item.slot + n in slots
 
 
 def _check_grid(asked: Asked, made: Made) -> None:

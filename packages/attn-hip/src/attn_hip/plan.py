@@ -112,9 +112,10 @@ def plan_gpu(native: Any, gpu: Gpu, query: Query, batch: HostBatch) -> PlanResul
     cut = _cut(native, query, batch, style)
     variant = variants.attend_variant(target.arch, problem, style.tile_q)
     attend = gpu.get(target, variant)
-    merge = gpu.get(target, variants.misc_variants(target.arch)["merge"]) if cut.merges else attend
+    merges = 0 if variant.joins else cut.merges
+    merge = gpu.get(target, variants.misc_variants(target.arch)["merge"]) if merges else attend
     launch = GpuLaunch(
-        problem, style.tile_q, cut.items, cut.merges, cut.slots, variant.name, native, attend, merge
+        problem, style.tile_q, cut.items, merges, cut.slots, variant.name, native, attend, merge
     )
     return PlanResult(launch, {**cut.image, **tables_of(native, problem)}, cut.bytes)
 

@@ -15,6 +15,8 @@ _HALVES = {torch.float16: ("fp16", 1), torch.bfloat16: ("bf16", 2)}
 _WAVES = 4
 _KEYS = 64
 """Keys of a step on NVIDIA."""
+_JOINED_ROWS = 16
+"""Tiles of so many packed rows are joined by their last block on NVIDIA, as kernels_gpu.cpp says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,7 @@ class Variant:
         tile_q: Packed rows of an attention tile; 0 for another kernel.
         rows: Rows of a block of an append.
         lds: Dynamic shared memory of a block, bytes.
+        joins: Whether an attention kernel joins partials of split keys itself; else the merge kernel does.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Variant:
     tile_q: int = 0
     rows: int = 1
     lds: int = 0
+    joins: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +160,10 @@ def _attend(arch: str, shape: _Shape) -> Variant:
         *((f"ATTN_LDS={lds}",) if lds else ()),
     )
     threads = _WAVES * (64 if _is_amd(arch) else 32)
-    return Variant(shape.name, "kernels_gpu.cpp", defines, shape.name, threads, shape.tile_q, lds=lds)
+    joins = not _is_amd(arch) and shape.tile_q == _JOINED_ROWS
+    return Variant(
+        shape.name, "kernels_gpu.cpp", defines, shape.name, threads, shape.tile_q, lds=lds, joins=joins
+    )
 
 
 def _dynamic_shared(shape: _Shape) -> int:

@@ -201,7 +201,7 @@ class GpuPlan {
     p.custom_mask = at<uint8_t>(arrays.custom_mask), p.mask_indptr = at<int32_t>(arrays.mask_indptr);
     p.rope_turns = at<double>(arrays.rope_turns), p.alibi_slopes = at<float>(arrays.alibi_slopes);
     launch_.items = at<WorkItem>(arrays.items), launch_.counts = at<int32_t>(arrays.counts);
-    merges_ = at<MergeItem>(arrays.merges);
+    launch_.merges = at<MergeItem>(arrays.merges);
   }
 
   // Enqueues the kernels; returns the driver's error code.
@@ -232,14 +232,13 @@ class GpuPlan {
     const py::gil_scoped_release released;
     const int error = gpu_launch(driver_, attend_, num_items_, stream, &launch);
     if (error || num_merges_ == 0) return error;
-    MergeLaunch merge = {launch.params, merges_, launch.counts};
+    MergeLaunch merge = {launch.params, launch.merges, launch.counts};
     return gpu_launch(driver_, merge_, num_merges_ * (launch.params.tile_q / kMergeRows), stream, &merge);
   }
 
   GpuDriver driver_;
   GpuFunction attend_, merge_;
   AttendLaunch launch_ = {};
-  const MergeItem* merges_;
   bool heads_first_;
   unsigned num_items_, num_merges_;
   int64_t slots_;

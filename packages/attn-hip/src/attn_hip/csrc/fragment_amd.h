@@ -10,6 +10,7 @@ namespace attn {
 
 constexpr int kWave = 64, kFragRows = 1, kFragCols = 4;
 constexpr bool kHasAsyncCopy = false, kKeysFromGlobal = true, kLoadsAnywhere = true;
+constexpr bool kJoinsParts = false;  // every chiplet has an L2 cache of its own
 #if defined(__gfx950__)
 constexpr bool kDeep = true;  // products of depth 32
 constexpr int kNativeFp8 = kFloat8E4M3FN;
@@ -324,6 +325,12 @@ ATTN_DEVICE uint32_t load_word(const void* from) {
   typedef __attribute__((aligned(1))) uint32_t Anywhere;
   return *global(static_cast<const Anywhere*>(from));
 }
+template <int N>
+ATTN_DEVICE void load_partials(float (&x)[N], const float* from) {
+  ATTN_UNROLL
+  for (int i = 0; i < N; i++) x[i] = global(from)[i];
+}
+ATTN_DEVICE uint32_t count_around(int32_t*, uint32_t) { return 0; }  // not used
 ATTN_DEVICE uint32_t read_word(Shared at) { return *(SharedOf<uint32_t>)at; }
 ATTN_DEVICE void write_word(Shared at, uint32_t x) { *(SharedOf<uint32_t>)at = x; }
 ATTN_DEVICE uint16_t read_element(Shared at) { return *(SharedOf<uint16_t>)at; }

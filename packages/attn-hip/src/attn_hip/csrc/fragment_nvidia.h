@@ -7,6 +7,8 @@ namespace attn {
 
 constexpr int kWave = 32, kFragRows = 2, kFragCols = 4;
 constexpr bool kHasAsyncCopy = true, kKeysFromGlobal = false, kLoadsAnywhere = false;
+// Whether blocks can join what others wrote: there is one L2 cache.
+constexpr bool kJoinsParts = true;
 
 struct alignas(16) Line {  // 16 bytes, eight elements
   uint32_t x[4];
@@ -199,6 +201,23 @@ struct Fragments {
 ATTN_DEVICE Line load_line(const void* from) { return *static_cast<const Line*>(from); }
 ATTN_DEVICE void store_line(void* to, const Line& x) { *static_cast<Line*>(to) = x; }
 ATTN_DEVICE uint32_t load_word(const void* from) { return *static_cast<const uint32_t*>(from); }
+// What other blocks wrote, and no one reads twice: past the L1 cache.
+ATTN_DEVICE void load_partials(float (&x)[1], const float* from) { x[0] = *from; }
+ATTN_DEVICE void load_partials(float (&x)[2], const float* from) {
+  const float2 y = __ldcg(reinterpret_cast<const float2*>(from));
+  x[0] = y.x, x[1] = y.y;
+}
+ATTN_DEVICE void load_partials(float (&x)[4], const float* from) {
+  const float4 y = __ldcg(reinterpret_cast<const float4*>(from));
+  x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+}
+// Counts to `most` and then anew from 0; returns what was counted before. What this thread knows to be written is
+// there for who counts later.
+ATTN_DEVICE uint32_t count_around(int32_t* at, uint32_t most) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0,[%1],%2;" : "=r"(before) : "l"(at), "r"(most) : "memory");
+  return before;
+}
 ATTN_DEVICE uint32_t read_word(Shared at) { return *reinterpret_cast<uint32_t*>(at); }
 ATTN_DEVICE void write_word(Shared at, uint32_t x) { *reinterpret_cast<uint32_t*>(at) = x; }
 ATTN_DEVICE uint16_t read_element(Shared at) { return *reinterpret_cast<uint16_t*>(at); }

@@ -60,7 +60,7 @@ struct WorkItem {
   int32_t kv_begin;   // tokens
   int32_t kv_end;     // tokens, <= kv_len
   int32_t slot;
-  int32_t reserved;
+  int32_t merge;  // slot >= 0: the MergeItem of KV head kv_head, which those of its other heads follow
 };
 
 // A block of a GPU's merge kernel joins this many packed rows, so a tile takes tile_q / kMergeRows blocks.
@@ -75,7 +75,8 @@ struct MergeItem {
   int32_t first_slot;
   int32_t num_slots;
   int32_t slot_stride;  // distance between the slots of two chunks; num_heads of the items that wrote them
-  int32_t reserved[2];
+  int32_t arrived;      // counts the items that wrote theirs, where the last one joins them; 0 before and after a run
+  int32_t reserved;
 };
 
 struct AttendParams {
@@ -125,6 +126,7 @@ struct AttendLaunch {
   AttendParams params;
   const WorkItem* items;
   const int32_t* counts;  // [4] items, merges, slots, KV heads of the widest item
+  MergeItem* merges;      // for kernels that join partials themselves
 };
 
 // The same of the kernel that joins partials: block b runs items[b], up to counts[1].

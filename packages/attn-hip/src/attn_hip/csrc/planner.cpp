@@ -253,12 +253,12 @@ class Emitter {
       item.request = request, item.q_tile = int32_t(t);
       item.kv_head = head, item.num_heads = heads;
       item.kv_begin = int32_t(begin), item.kv_end = int32_t(end);
-      item.slot = int32_t(slot);
+      item.slot = int32_t(slot), item.merge = parts > 1 ? int32_t(plan_.merges.size()) : -1;
       plan_.costs.push_back((keys + in_.kv_tile) * weight);
     }
     if (parts == 1) return;
     for (int32_t n = 0; n < heads; n++)
-      plan_.merges.push_back({request, int32_t(t), head + n, int32_t(slots_ + n), int32_t(parts), heads, {}});
+      plan_.merges.push_back({request, int32_t(t), head + n, int32_t(slots_ + n), int32_t(parts), heads, 0, 0});
     slots_ += parts * heads;
   }
 
