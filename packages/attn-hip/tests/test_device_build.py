@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from attn_hip import build, cache, device_build, gpu, toolchain
+from attn_hip import build, cache, device_build, gpu, toolchain, variants
 from attn_hip.build import BuildError, NoCompiler
 from attn_hip.device_build import Built, Job
 from attn_hip.variants import Variant
@@ -103,3 +103,10 @@ def test_what_the_command_refuses(sources: Path, arguments: list[str], status: i
     ran = CliRunner().invoke(APP, arguments)
     assert ran.exit_code == status
     assert said in ran.stderr
+
+
+def test_only_low_tiles_of_nvidia_join_their_partials() -> None:
+    """Their plans launch once; whatever a tile is, one on AMD leaves it to the merge kernel."""
+    assert {v.tile_q for v in variants.attend_variants("sm_90") if v.joins} == {16}
+    assert all(v.joins for v in variants.attend_variants("sm_90") if v.tile_q == 16)
+    assert not any(v.joins for arch in ("gfx942", "gfx950") for v in variants.attend_variants(arch))

@@ -1,4 +1,4 @@
-"""Split tiles that their last block joins: the same bits whichever that is, run after run, on many streams."""
+"""Split tiles that their last block joins: the same bits whichever that is, again and again, on many streams."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def arrived(wrapper: Any) -> torch.Tensor:
     return found
 
 
-def lengths(draw: Random) -> Lengths:
+def lengths(draw: Random, q_len: int) -> Lengths:
     """Return up to four lengths that PAGES hold, one of them long enough to be split."""
     found = [draw.randrange(600, 3000)]
     found += draw.choices((1, 15, 16, 17, 64, 200, 513, draw.randrange(1, 900)), k=draw.randrange(4))
     draw.shuffle(found)
-    return tuple(found)
+    return tuple(max(n, q_len) for n in found)
 
 
 def test_a_replay_never_changes_a_bit() -> None:
@@ -96,7 +96,7 @@ def test_random_plans_one_after_another(q_len: int) -> None:
     draw, world = Random(q_len), World(q_len)
     wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace(), use_tensor_cores=True, backend="fa2")
     for _ in range(40):
-        table = world.table(lengths(draw))
+        table = world.table(lengths(draw, q_len))
         q = world.q((table[0].numel() - 1) * q_len)
         options = {"q_data_type": TYPE, "q_len_per_req": q_len}
         wrapper.plan(*table, HEADS, KV_HEADS, DIM, PAGE, **options)
