@@ -1,4 +1,4 @@
-"""Split tiles that their last block joins: the same bits whichever that is, again and again, on many streams."""
+"""Split tiles that their last block joins: the same bits whichever that is, run after run, on two streams."""
 
 from __future__ import annotations
 
