@@ -43,6 +43,7 @@ class Case:
         split: Pages (tokens when ragged) of a chunk; 0 leaves it to the planner.
         options: More of :class:`AttentionProblem`.
         scales: Of q, k and v: floats or tensors.
+        sharp: Factor of q: the larger, the more do scores outgrow those before them.
         core: Whether it runs by default, and not only with the whole matrix.
     """
 
@@ -57,6 +58,7 @@ class Case:
     split: int = 0
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     scales: tuple[Any, Any, Any] = (1.0, 1.0, 1.0)
+    sharp: float = 1.0
     core: bool = False
 
     @property
@@ -94,7 +96,7 @@ def inputs(case: Case, seed: int = 0) -> Inputs:
     """Make tensors; what no request owns of a cache is NaN."""
     make = torch.Generator().manual_seed(seed)
     qo = torch.tensor([0, *accumulate(case.q_len)], dtype=torch.int32)
-    q = _random(make, case.dtypes[0], sum(case.q_len), case.heads[0], case.dims[0])
+    q = _random(make, case.dtypes[0], sum(case.q_len), case.heads[0], case.dims[0]) * case.sharp
     mask = _mask(case, make) if case.options.get("mask") is MaskMode.CUSTOM else None
     if case.page:
         batch, caches = _paged(case, qo, make)
@@ -296,6 +298,12 @@ CASES = (
     Case("ragged-half", (40,), (80,), (2, 1), page=0, dtypes=HALF, options=CAUSAL),
     Case("ragged-256", (40,), (80,), (2, 1), (256, 256), page=0, options=CAUSAL),
     Case("ragged-half-256", (40,), (80,), (2, 1), (256, 256), page=0, dtypes=HALF, options=CAUSAL),
+    # Scores that outgrow those before them by little and by much.
+    Case("sharp-decode", (1, 1), (300, 70), sharp=30.0, core=True),
+    Case("sharp-decode-split-half", (1,), (700,), (8, 2), (128, 128), dtypes=HALF, sharp=4.0),
+    Case("sharp-prefill", (40, 25), (40, 190), (2, 1), (128, 128), page=0, options=CAUSAL, sharp=8.0),
+    Case("sharp-window-half", (30,), (190,), (2, 1), page=0, dtypes=HALF, options=WINDOW, sharp=40.0),
+    Case("sharp-mask-cap", (20, 9), (150, 30), options={**CUSTOM, "logits_soft_cap": 50.0}, sharp=30.0),
     # Everything that is more than causal and window.
     Case("custom-mask", (20, 9), (50, 30), options=CUSTOM, core=True),
     Case("custom-mask-tree", (6, 6), (50, 30), (4, 2), (128, 128), options=CUSTOM),

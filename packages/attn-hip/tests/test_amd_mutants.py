@@ -75,6 +75,20 @@ MUTANTS = {
         "rows.h", "if (p.window_left >= 0 &&", "if (false && p.window_left >= 0 &&", "ragged-window",
         AssertionError, "not close",
     ),
+    "outputs keep their worth where scores grow": Mutant(
+        "softmax_patient.h", "fade_out(fade);", "", "sharp-decode", AssertionError, "not close",
+    ),
+    "sums keep their worth where scores grow": Mutant(
+        "softmax_patient.h", "state.sum[r] *= fade[r];", "", "sharp-decode", AssertionError, "not close",
+    ),
+    "scores may grow without end": Mutant(
+        "softmax_patient.h", "kPatience = 8.f;", "kPatience = 800.f;",
+        "sharp-decode", AssertionError, "not close",
+    ),
+    "a lane's sum is taken for a row's": Mutant(
+        "softmax_patient.h", "= T::sum_across(state.sum[r]);", "= state.sum[r];",
+        "decode-4", AssertionError, "not close",
+    ),
     "a chunk is forgotten": Mutant(
         "kernels_gpu_misc.cpp", "= from_lane(weight, k);", "= k ? from_lane(weight, k) : 0.f;",
         "decode-split", AssertionError, "not close",

@@ -25,9 +25,13 @@ ATTN_DEVICE void attend(const AttendParams& p, const WorkItem& item, T& tile) {
         if (!T::kNeverIdle && !sees_any(unit.facts, kv, n)) continue;
         typename T::Scores s = tile.scores(unit, kv);  // q k^T
         finish_logits<T>(T::late(p), rows, unit.facts, s, kv, scale);
-        typename T::Row fade[T::kRows];
-        soften<T>(unit.state, s, fade, left);
-        tile.accumulate(unit, fade, s);  // out = out * fade + weights v
+        if constexpr (T::kPatient) {
+          tile.soften_and_add(unit, s, left);
+        } else {
+          typename T::Row fade[T::kRows];
+          soften<T>(unit.state, s, fade, left);
+          tile.accumulate(unit, fade, s);  // out = out * fade + weights v
+        }
       }
     }
   }

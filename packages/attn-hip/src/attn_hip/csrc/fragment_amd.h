@@ -11,6 +11,7 @@ namespace attn {
 constexpr int kWave = 64, kFragRows = 1, kFragCols = 4;
 constexpr bool kHasAsyncCopy = false, kKeysFromGlobal = true, kLoadsAnywhere = true;
 constexpr bool kJoinsParts = false;  // every chiplet has an L2 cache of its own
+constexpr bool kSoftensPatiently = true;  // see softmax.h
 #if defined(__gfx950__)
 constexpr bool kDeep = true;  // products of depth 32
 constexpr int kNativeFp8 = kFloat8E4M3FN;
@@ -183,6 +184,20 @@ ATTN_DEVICE Line widen_line(uint32_t low, uint32_t high, bool fnuz) {
 }
 
 struct FragC { float x[4]; };
+// Scores of a row become weights 2^(score * scale - base); returns the sum of this lane's. In pairs, as instructions go.
+template <int N>
+ATTN_DEVICE float weigh_row(FragC (&c)[N], float scale, float base) {
+  Float2 sum = {0.f, 0.f};
+  ATTN_UNROLL
+  for (int i = 0; i < 2 * N; i++) {
+    float* x = c[i / 2].x + i % 2 * 2;
+    const Float2 e = __builtin_elementwise_fma(Float2{x[0], x[1]}, Float2{scale, scale}, Float2{-base, -base});
+    const Float2 weight = {exp2_fast(e.x), exp2_fast(e.y)};
+    x[0] = weight.x, x[1] = weight.y;
+    sum += weight;
+  }
+  return sum.x + sum.y;
+}
 template <int N>
 struct alignas(2 * N) Frag {  // N elements of one row of a, or one column of b
   uint32_t x[N / 2];
@@ -223,11 +238,23 @@ ATTN_DEVICE void multiply(FragC& c, const Frag<8>& a, const Frag<8>& b) {
 #endif
 }
 
-// Keys in shared memory, row by row. Lines of a row are shuffled so that accesses meet every bank: a 128-bit read takes
-// four rows of one line and four of the next at a time (eight and eight on gfx950, of 64 banks), a write eight lines of
-// a row, or every other of sixteen.
+#if defined(__gfx950__)
+// Keys and values in shared memory, row by row. There is room for gaps: 32 bytes behind a row let accesses meet every
+// bank (64 for reads, 32 for writes) with few registers of addresses. A read takes two lines next to each other of eight
+// rows, a write eight lines of a row, or every other of sixteen, for the sake of which lines change places by pairs.
 template <int D>
 struct RowPanel {
+  static constexpr int kRowBytes = D * 2 + 32;
+  ATTN_MEMBER static int at(int row, int line) {
+    return row * kRowBytes + (line ^ ((D == 64 ? row : line >> 3) & 1)) * 16;
+  }
+};
+#else
+// Keys in shared memory, row by row. Lines of a row are shuffled so that accesses meet every bank: a 128-bit read takes
+// four rows of one line and four of the next at a time, a write eight lines of a row, or every other of sixteen.
+template <int D>
+struct RowPanel {
+  static constexpr int kRowBytes = D * 2;
   ATTN_MEMBER static int at(int row, int line) {
     const int mix = D == 64 ? row & 7 : (row & 7) * 2 ^ (line >> 3 & 1);
     return (row * (D / 8) + (line ^ mix)) * 16;
@@ -235,8 +262,7 @@ struct RowPanel {
 };
 
 // Values in shared memory, four keys of a dim side by side: what a product of weights and values reads at once. Sixteen
-// dims of four keys are a row of 128 bytes. A read takes such a row (two of them on gfx950); a write dims that are eight
-// or sixteen apart. The shuffle of a row's places lets both meet every bank (but for writes of fp8 values of 256 dims,
+// dims of four keys are a row of 128 bytes. A read takes such a row; a write dims that are eight or sixteen apart. The shuffle of a row's places lets both meet every bank (but for writes of fp8 values of 256 dims,
 // which meet half of them: a fourth bit of `sixteen` would take eight more registers of addresses).
 template <int D, int Keys>
 struct ColumnPanel {
@@ -247,6 +273,7 @@ struct ColumnPanel {
     return ((sixteen * (Keys / 4) + four) * 16 + place) * 8 + (key & 3) * 2;
   }
 };
+#endif
 
 template <class E, int D, int Keys>
 struct Fragments {
@@ -255,8 +282,10 @@ struct Fragments {
   using Key = Frag<8>;
   using Weights = Frag<kValueDepth / 4>;
   using KeyPanel = RowPanel<D>;
-  using ValuePanel = ColumnPanel<D, Keys>;
-  static constexpr int kPanelBytes = Keys * D * 2;
+#if !defined(__gfx950__)
+  using Values = ColumnPanel<D, Keys>;
+#endif
+  static constexpr int kPanelBytes = Keys * KeyPanel::kRowBytes;
 
   // The line of a row of q that this lane reads for the k-th product, and the fragment that is there.
   ATTN_MEMBER static int query_line(int k) { return k * 4 + (lane_index() >> 4); }
@@ -277,7 +306,13 @@ struct Fragments {
     ATTN_UNROLL
     for (int t = 0; t < kValueDepth / 16; t++) {
       const int key = k * kValueDepth + t * 16 + (lane >> 4) * 4;
-      const Words2 words = *(SharedOf<Words2>)(panel + ValuePanel::at(key, n * 2 + (lane >> 3 & 1), lane & 7));
+#if defined(__gfx950__)
+      // Sixteen lanes read four keys of sixteen dims: four lanes a key. Each gets four keys of a dim.
+      const Shared at = panel + KeyPanel::at(key + (lane >> 2 & 3), n * 2 + (lane >> 1 & 1)) + (lane & 1) * 8;
+      const Words2 words = bits_as<Words2>(__builtin_amdgcn_ds_read_tr16_b64_v4i16((SharedOf<Short4>)at));
+#else
+      const Words2 words = *(SharedOf<Words2>)(panel + Values::at(key, n * 2 + (lane >> 3 & 1), lane & 7));
+#endif
       b.x[t * 2] = words.x, b.x[t * 2 + 1] = words.y;
     }
     return b;
@@ -299,12 +334,15 @@ struct Fragments {
   }
   template <int Rows>
   ATTN_MEMBER static void put_values(Shared panel, int row, int line, const Line (&x)[Rows]) {
+#if defined(__gfx950__)
+    put_keys(panel, row, line, x);
+#else
     constexpr int group = Rows < 4 ? Rows : 4;
     ATTN_UNROLL
     for (int g = 0; g < Rows; g += group) {
       ATTN_UNROLL
       for (int d = 0; d < 8; d++) {
-        const Shared at = panel + ValuePanel::at(row + g, line, d);
+        const Shared at = panel + Values::at(row + g, line, d);
         const uint32_t half = d & 1 ? 0x07060302 : 0x05040100;  // of a word of two rows
         const auto both = [&](int i) { return __builtin_amdgcn_perm(x[i + 1].x[d >> 1], x[i].x[d >> 1], half); };
         if constexpr (group == 4) *(SharedOf<Words2>)at = Words2{both(g), both(g + 2)};
@@ -312,6 +350,7 @@ struct Fragments {
         else *(SharedOf<uint16_t>)at = uint16_t(d & 1 ? x[g].x[d >> 1] >> 16 : x[g].x[d >> 1]);
       }
     }
+#endif
   }
 };
 

@@ -9,6 +9,7 @@ constexpr int kWave = 32, kFragRows = 2, kFragCols = 4;
 constexpr bool kHasAsyncCopy = true, kKeysFromGlobal = false, kLoadsAnywhere = false;
 // Whether blocks can join what others wrote: there is one L2 cache.
 constexpr bool kJoinsParts = true;
+constexpr bool kSoftensPatiently = false;
 
 struct alignas(16) Line {  // 16 bytes, eight elements
   uint32_t x[4];
@@ -130,7 +131,7 @@ ATTN_DEVICE void multiply(FragC& c, const FragA& a, const FragB& b) {
 // so that reading a column of lines meets every bank.
 template <int D>
 struct RowPanel {
-  static constexpr int bytes(int rows) { return rows * D * 2; }
+  static constexpr int kRowBytes = D * 2;
   ATTN_MEMBER static int at(int row, int line) {
     return (row >> 3) * (D * 16) + (line >> 3) * 1024 + (row & 7) * 128 + ((line ^ row) & 7) * 16;
   }
@@ -155,7 +156,7 @@ struct Fragments {
   using Weights = FragA;
   using KeyPanel = RowPanel<D>;
   using ValuePanel = RowPanel<D>;
-  static constexpr int kPanelBytes = RowPanel<D>::bytes(Keys);
+  static constexpr int kPanelBytes = Keys * KeyPanel::kRowBytes;
 
   // The line of a row of q that this lane reads for the k-th product, and the fragment that starts there.
   ATTN_MEMBER static int query_line(int k) { return k * 2 + (lane_index() >> 4); }

@@ -75,6 +75,7 @@ ATTN_DEVICE T* global(T* p) {
 namespace attn {
 
 constexpr float kInfinity = __builtin_huge_valf();
+constexpr float kGreatest = 3.40282347e38f;  // of finite floats
 constexpr float kLog2e = 1.44269504088896340736f;
 
 template <class To, class From>

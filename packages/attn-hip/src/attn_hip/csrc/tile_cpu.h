@@ -219,7 +219,7 @@ template <class Self, class E, bool Staged, int Step>
 class CpuTile {
  public:
   static constexpr int kKeys = Step;
-  static constexpr bool kPlain = false, kFolds = false, kNeverIdle = false;
+  static constexpr bool kPlain = false, kFolds = false, kPatient = false, kNeverIdle = false;
   static const AttendParams& late(const AttendParams& p) { return p; }
 
   CpuTile(Arena arena) : arena_(arena) {}

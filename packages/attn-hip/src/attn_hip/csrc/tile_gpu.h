@@ -11,6 +11,7 @@
 #include "join_gpu.h"
 #include "output_gpu.h"
 #include "rope.h"
+#include "softmax_patient.h"
 #include "stage_gpu.h"
 
 namespace attn {
@@ -36,7 +37,8 @@ class GpuTile {
   // One panel of q serves the block, or every wave takes its rows through the memory of the last step, which is not
   // in use yet.
   static constexpr bool kSharesQuery = kHasAsyncCopy;
-  static constexpr int kQueryBytes = (kSharesQuery ? Waves / KeyGroups : Waves) * Blocks * 16 * D * 2;
+  static constexpr int kQueryPanelBytes = Blocks * 16 * Frags::KeyPanel::kRowBytes;
+  static constexpr int kQueryBytes = (kSharesQuery ? Waves / KeyGroups : Waves) * kQueryPanelBytes;
   static constexpr int kQueryAt = kSharesQuery ? Stage::kBytes : Stage::kBytes - Stage::kStageBytes;
   using Join = RowJoin<D, 16 * Blocks * Waves / KeyGroups, KeyGroups>;
   static constexpr bool kJoinsByRow = kHasAsyncCopy;
@@ -46,7 +48,7 @@ class GpuTile {
   static constexpr int kKeys = Stage::kKeys, kRows = kUnitBlocks * kFragRows, kThreads = Waves * kWave;
   static constexpr int kHeight = 16 * Blocks * Waves / KeyGroups;
   static constexpr int kSharedBytes = most_of(most_of(Stage::kBytes, kQueryAt + kQueryBytes), kJoinBytes);
-  static constexpr bool kPlain = !General, kFolds = true;
+  static constexpr bool kPlain = !General, kFolds = true, kPatient = kSoftensPatiently;
   // Whether every unit takes part in every step, see it keys or not.
   static constexpr bool kNeverIdle = kTogether;
   using Row = float;
@@ -59,6 +61,10 @@ class GpuTile {
     ATTN_MEMBER static constexpr int span() { return kKeys; }
     ATTN_MEMBER float get(int r, int c) const { return x[r / kFragRows][c / kFragCols].x[place(r, c)]; }
     ATTN_MEMBER void set(int r, int c, float e) { x[r / kFragRows][c / kFragCols].x[place(r, c)] = e; }
+    // Where kPatient: scores become weights 2^(score * scale - base); returns their sum.
+    ATTN_MEMBER float weigh(int r, float scale, float base) {
+      return weigh_row(x[r / kFragRows], scale, base);
+    }
     ATTN_MEMBER static constexpr int place(int r, int c) { return r % kFragRows * kFragCols + c % kFragCols; }
   };
 
@@ -171,6 +177,14 @@ class GpuTile {
     ATTN_UNROLL
     for (int r = 0; r < kRows; r++) fades |= fade[r] != 1.f;
     if (any_lane(fades)) scale_out(unit, fade);
+    add(unit, s);
+  }
+  ATTN_MEMBER void soften_and_add(Unit& unit, Scores& s, float scale) const {
+    soften_patiently<GpuTile>(unit.state, s, scale, [&](const float (&fade)[kRows]) { scale_out(unit, fade); });
+    add(unit, s);
+  }
+  // out = out + weights v
+  ATTN_MEMBER void add(Unit& unit, const Scores& s) const {
     const Shared values = stage_.values();
     ATTN_UNROLL
     for (int k = 0; k < Stage::kPanelKeys / Frags::kValueDepth; k++) {
@@ -186,9 +200,24 @@ class GpuTile {
     }
   }
 
+  ATTN_MEMBER static void scale_out(Unit& unit, const float (&by)[kRows]) {
+    ATTN_UNROLL
+    for (int b = 0; b < kUnitBlocks; b++) {
+      ATTN_UNROLL
+      for (int i = 0; i < D / 16; i++) {
+        ATTN_UNROLL
+        for (int e = 0; e < kFragRows * kFragCols; e++) unit.out[b][i].x[e] *= by[b * kFragRows + e / kFragCols];
+      }
+    }
+  }
+
   ATTN_MEMBER void close(float scale) {
     const AttendParams& p = late(p_);
     const float left = scale_left<GpuTile>(p, logit_scale(p));
+    if constexpr (kPatient) {
+      ATTN_UNROLL
+      for (int u = 0; u < kUnits; u++) settle(units_[u].state);
+    }
     if constexpr (KeyGroups > 1 && kJoinsByRow) {
       join_rows(p, left, scale);
       return;
@@ -291,7 +320,7 @@ class GpuTile {
 
   ATTN_MEMBER Shared queries() const {
     const int panel = kSharesQuery ? Stage::row_group() : wave_index();
-    return shared_ + kQueryAt + panel * (Blocks * 16 * D * 2);
+    return shared_ + kQueryAt + panel * kQueryPanelBytes;
   }
 
   // An element of a query head, rotated where RoPE asks for it; 0 behind its last dim.
@@ -312,17 +341,6 @@ class GpuTile {
       const float low = E::widen(read_element(at)), high = E::widen(read_element(to));
       write_element(at, uint16_t(E::pair(low * cosine - high * sine, 0.f)));
       write_element(to, uint16_t(E::pair(high * cosine + low * sine, 0.f)));
-    }
-  }
-
-  ATTN_MEMBER static void scale_out(Unit& unit, const float (&by)[kRows]) {
-    ATTN_UNROLL
-    for (int b = 0; b < kUnitBlocks; b++) {
-      ATTN_UNROLL
-      for (int i = 0; i < D / 16; i++) {
-        ATTN_UNROLL
-        for (int e = 0; e < kFragRows * kFragCols; e++) unit.out[b][i].x[e] *= by[b * kFragRows + e / kFragCols];
-      }
     }
   }
 

@@ -39,7 +39,7 @@ ATTN_MEMBER Line GpuTile<E, D, Blocks, Waves, KeyGroups, General, Fp8>::query_li
 // Into shared memory line by line, and from there in the order of the product.
 template <class E, int D, int Blocks, int Waves, int KeyGroups, bool General, bool Fp8>
 ATTN_MEMBER void GpuTile<E, D, Blocks, Waves, KeyGroups, General, Fp8>::load_query() {
-  constexpr int lines = kQueryBytes / 16 / (kSharesQuery ? 1 : Waves), step = kSharesQuery ? kThreads : kWave;
+  constexpr int lines = (kSharesQuery ? Waves / KeyGroups : 1) * Blocks * 16 * (D / 8), step = kSharesQuery ? kThreads : kWave;
   const int start = kSharesQuery ? thread_index() : lane_index();
   const uint64_t bits = reinterpret_cast<uint64_t>(p_.q) | uint64_t(p_.q_stride_row | p_.q_stride_head) * 2;
   if (!General && (kLoadsAnywhere || bits % 16 == 0)) {
