@@ -300,7 +300,7 @@ CASES = (
     Case("ragged-half-256", (40,), (80,), (2, 1), (256, 256), page=0, dtypes=HALF, options=CAUSAL),
     # Scores that outgrow those before them by little and by much.
     Case("sharp-decode", (1, 1), (300, 70), sharp=30.0, core=True),
-    Case("sharp-decode-split-half", (1,), (700,), (8, 2), (128, 128), dtypes=HALF, sharp=4.0),
+    Case("sharp-decode-split-half", (1,), (700,), (8, 2), (128, 128), dtypes=HALF, sharp=20.0),
     Case("sharp-prefill", (40, 25), (40, 190), (2, 1), (128, 128), page=0, options=CAUSAL, sharp=8.0),
     Case("sharp-window-half", (30,), (190,), (2, 1), page=0, dtypes=HALF, options=WINDOW, sharp=40.0),
     Case("sharp-mask-cap", (20, 9), (150, 30), options={**CUSTOM, "logits_soft_cap": 50.0}, sharp=30.0),

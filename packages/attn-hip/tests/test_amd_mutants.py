@@ -83,14 +83,14 @@ MUTANTS = {
     ),
     "scores may grow without end": Mutant(
         "softmax_patient.h", "kPatience = 8.f;", "kPatience = 800.f;",
-        "sharp-decode", AssertionError, "not close",
+        "sharp-decode-split-half", AssertionError, "not close",
     ),
     "a lane's sum is taken for a row's": Mutant(
         "softmax_patient.h", "= T::sum_across(state.sum[r]);", "= state.sum[r];",
         "decode-4", AssertionError, "not close",
     ),
     "a chunk is forgotten": Mutant(
-        "kernels_gpu_misc.cpp", "= from_lane(weight, k);", "= k ? from_lane(weight, k) : 0.f;",
+        "merge_gpu.h", "= from_lane(weight, k);", "= k ? from_lane(weight, k) : 0.f;",
         "decode-split", AssertionError, "not close",
     ),
 }  # fmt: skip

@@ -146,22 +146,20 @@ def test_shared_memory_has_no_bank_conflicts(loops: dict[Key, dict[str, Any]]) -
 
 
 def test_matrix_units_are_what_prefill_keeps_busy(loops: dict[Key, dict[str, Any]]) -> None:
-    """Clocks of matrix instructions over those of vector instructions; gfx950 multiplies twice as fast."""
-    least = {"gfx942": 0.8, "gfx950": 0.5}
+    """Clocks of matrix instructions over those of vector instructions."""
     few = {
         key: row["matrix_over_vector"]
         for key, row in loops.items()
-        if key[0] == "prefill 128" and row["matrix_over_vector"] < least[key[1]]
+        if key[0] == "prefill 128" and row["matrix_over_vector"] < 0.8
     }
     assert few == {}
 
 
 def test_decode_issues_in_a_part_of_the_time_that_memory_takes(loops: dict[Key, dict[str, Any]]) -> None:
-    most = {"gfx942": 0.21, "gfx950": 0.31}
     slow = {
         key: row["issue_over_memory"]
         for key, row in loops.items()
-        if re.match(r"decode 128, group", key[0]) and row["issue_over_memory"] > most[key[1]]
+        if re.match(r"decode 128, group", key[0]) and row["issue_over_memory"] > 0.25
     }
     assert slow == {}
 
