@@ -77,7 +77,11 @@ def test_it_writes_what_it_measured_and_routing_follows(two, out, monkeypatch):
     (pair,) = said["pairs"]
     assert pair["candidates"] == ["a/p", "b/p"]  # in the order of auto, however they were named
     steps = {b["kv_len"]: [(s["q_len"], s["fastest"]) for s in b["steps"]] for b in pair["buckets"]}
-    assert steps == {64: [(1, "a/p"), (8, "b/p")], 256: [(1, "a/p"), (32, "b/p")]}
+    assert steps == {
+        64: [(1, "a/p"), (8, "b/p")],
+        128: [(1, "a/p"), (16, "b/p")],  # added: its neighbours differ at 16 rows
+        256: [(1, "a/p"), (32, "b/p")],
+    }
     assert pair["provenance"]["versions"].count("a 1.0") == 1
     assert tomllib.loads(out.read_text())["format"] == 1
     registry = plugins.registry()
@@ -137,9 +141,9 @@ def test_the_text_has_ratios_verdicts_and_files(two, out, picture):
     assert result.exit_code == 0, result.stderr
     lines = [line.rstrip() for line in result.stdout.splitlines()]
     assert lines[0] == "a/p against b/p  prefill_paged on cpu, heads 2/1, float32, page_size 4, mask causal"
-    assert lines[1].split() == ["q_len", "kv_len", "64", "kv_len", "256"]
-    assert "      1       2.00        2.00" in lines
-    assert "     64       0.50        0.50" in lines
+    assert lines[1].split() == ["q_len", "kv_len", "64", "kv_len", "128", "kv_len", "256"]
+    assert "      1       2.00        2.00        2.00" in lines
+    assert "     64       0.50        0.50        0.50" in lines
     assert "  kv_len 256: a/p up to q_len 31, b/p from 32" in lines
     shown = "".join(lines)
     drawn = out.parent / "tuned-prefill_paged-cpu.png"
@@ -386,7 +390,7 @@ def test_a_candidate_that_fails_in_places_is_told_of(two, out):
     result = tune("--pair", "a/p,b/p", *GRID, "--out", str(out), columns=120)
     assert result.exit_code == 0
     text = " ".join(result.stdout.split())
-    assert "Not measured in 2 cells, the first at batch 2, q_len 1, kv_len 64: b/p: ZeroDivisionError" in text
+    assert "Not measured in 3 cells, the first at batch 2, q_len 1, kv_len 64: b/p: ZeroDivisionError" in text
 
 
 def test_a_candidate_that_cannot_serve_is_not_offered(monkeypatch):

@@ -276,3 +276,40 @@ def test_a_crossing_is_the_first_length_at_which_the_other_is_ahead():
     """Between 4 and 10 the ratio of times is 1 at 6.3: at 6 the first candidate is still faster."""
     assert fit.crossing(Cell(4, (1.0, 2.0)), Cell(10, (2.0, 1.0))) == 7
     assert fit.crossing(Cell(4, (1.0, 2.0)), Cell(16, (2.0, 1.0))) == 8
+
+
+def far_apart(q, kv):
+    """b wins at few keys only, where that is depends on the rows, and a wins by more and more."""
+    return 10e-3 * (kv / (150 * q)) ** 0.8
+
+
+def test_lengths_are_added_where_the_neighbours_have_different_winners():
+    clock, _ = backends(lambda q, kv: 10e-3, far_apart)
+    grid = [Shape(1, kv, q) for kv in (64, 1024) for q in (1, 2, 4)]
+    found, seen = run(clock, grid)
+    assert [one.kv_len for one in found.buckets] == [64, 128, 256, 512, 1024]
+    assert len({(shape.kv_len, shape.q_len) for shape, _ in seen}) == len(seen)
+    coarse, _ = run(clock, grid, refine=False)
+    assert [one.kv_len for one in coarse.buckets] == [64, 1024]
+    clock, _ = backends(lambda q, kv: 10e-3, lambda q, kv: 12e-3)
+    found, _ = run(clock, grid)
+    assert [one.kv_len for one in found.buckets] == [64, 1024]
+
+
+def test_added_lengths_are_few_and_end_where_nothing_can_be_measured():
+    """A winner that changes with every length is not chased."""
+    clock, (a, _) = backends(lambda q, kv: 10e-3, lambda q, kv: 10e-3 * (2 if hash((q, kv)) % 2 else 0.5))
+    found, _ = run(clock, [Shape(b, kv, q) for b in (1, 2) for kv in (16, 256, 2048) for q in (1, 2, 4, 8)])
+    assert len(found.buckets) <= 2 * (3 + 3)
+    clock, (a, _) = backends(lambda q, kv: 10e-3, far_apart)
+    a.fault = lambda io: 1 / 0 if a.planned[-1][2] not in (64, 1024) else None
+    found, _ = run(clock, [Shape(1, kv, q) for kv in (64, 1024) for q in (1, 2, 4)])
+    assert [one.kv_len for one in found.buckets] == [64, 1024]
+    assert {failure.shape.kv_len for failure in found.failures} == {256}
+
+
+def test_rows_beyond_an_added_length_are_left_out():
+    clock, _ = backends(lambda q, kv: 10e-3, far_apart)
+    found, seen = run(clock, [Shape(1, 16, 1), Shape(1, 16, 4), Shape(1, 1024, 1), Shape(1, 1024, 256)])
+    assert all(shape.q_len <= shape.kv_len for shape, _ in seen)
+    assert len(found.buckets) > 2

@@ -14,7 +14,7 @@ from . import rules
 from .attempts import Served, first_to_serve, unready
 from .backend import Backend, Path
 from .errors import NoRoute, Unsupported
-from .measured import NOTHING, Finding, Measured, Pair
+from .measured import NOTHING, Finding, Measured, Pair, Sizes, remember, sizes_of
 from .problem import AttentionProblem
 from .query import GraphLimits, Query
 from .reasons import Code, Reason, Stage, worth_telling
@@ -96,6 +96,7 @@ class Screened:
     Attributes:
         prepared: Candidates that said they are ready.
         settled: The decision, once it has been made without asking anything that depends on the batch.
+        settled_at: Those that depend on it by its sizes alone, since measurements took part and no rule did.
     """
 
     target: DeviceTarget
@@ -107,6 +108,7 @@ class Screened:
     measured: tuple[Pair, ...] = ()
     prepared: set[str] = field(default_factory=set)
     settled: RouteDecision | None = None
+    settled_at: dict[Sizes, RouteDecision] = field(default_factory=dict)
 
 
 def screen(
@@ -228,7 +230,9 @@ def choose(screened: Screened, query: Query, *, passed: Iterable[Reason] = ()) -
     if screened.settled is not None and not passed:
         return screened.settled
     extra = tuple(passed)
-    lasting = not (extra or screened.measured)
+    if screened.settled_at and not extra and (known := screened.settled_at.get(sizes_of(query))):
+        return known
+    lasting = not extra
     refused: list[Reason] = []
     for candidate in screened.candidates:
         reasons = candidate.refusals or tuple(r for r in extra if r.candidate == candidate.name)
@@ -239,7 +243,7 @@ def choose(screened: Screened, query: Query, *, passed: Iterable[Reason] = ()) -
             lasting = lasting and not reasons
         if not reasons:
             if screened.measured:
-                return _overruled(screened, query, candidate, refused, extra)
+                return _overruled(screened, query, candidate, refused, extra, lasting=lasting)
             decision = RouteDecision(
                 candidate.name, candidate.backend, candidate.path, tuple(refused), screened.requested
             )
@@ -257,25 +261,34 @@ def no_route(requested: str, op: str, refused: Sequence[Reason]) -> NoRoute:
 
 
 def _overruled(
-    screened: Screened, query: Query, first: Candidate, refused: list[Reason], passed: tuple[Reason, ...]
+    screened: Screened,
+    query: Query,
+    first: Candidate,
+    refused: list[Reason],
+    passed: tuple[Reason, ...],
+    *,
+    lasting: bool,
 ) -> RouteDecision:
-    """Return the decision for ``first``, or for what measurements put in its place."""
+    """Return the decision for ``first``, or for what was measured to be faster, kept if ``lasting``."""
 
     def against(candidate: Candidate) -> tuple[Reason, ...]:
         said = tuple(r for r in passed if r.candidate == candidate.name)
         return said if said or candidate.name in screened.prepared else _prepare(screened, candidate)
 
     chosen, findings, failed = _fastest(screened, query, first, against)
-    if not findings and not failed:
-        return RouteDecision(first.name, first.backend, first.path, tuple(refused), screened.requested)
-    beaten = [Reason(MEASURED, f.slower, f.faster, f.where) for f in findings]
-    place = {candidate.name: at for at, candidate in enumerate(screened.candidates)}
-    # In the order of the candidates; what comes behind the chosen one was not passed over.
-    met = [r for r in (*refused, *beaten, *failed) if place[r.candidate] < place[chosen.name]]
-    met.sort(key=lambda reason: place[reason.candidate])
-    return RouteDecision(
+    met = refused
+    if findings or failed:
+        beaten = [Reason(MEASURED, f.slower, f.faster, f.where) for f in findings]
+        place = {candidate.name: at for at, candidate in enumerate(screened.candidates)}
+        # In the order of the candidates; what comes behind the chosen one was not passed over.
+        met = [r for r in (*refused, *beaten, *failed) if place[r.candidate] < place[chosen.name]]
+        met.sort(key=lambda reason: place[reason.candidate])
+    decision = RouteDecision(
         chosen.name, chosen.backend, chosen.path, tuple(dict.fromkeys(met)), screened.requested, findings
     )
+    if lasting and not failed and not any(c.rules for c in screened.candidates):
+        remember(screened.settled_at, sizes_of(query), decision)
+    return decision
 
 
 def _fastest(

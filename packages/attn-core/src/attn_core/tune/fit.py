@@ -12,6 +12,9 @@ from ..thresholds import Limit, Never
 SWITCH_COST = math.log(1.03)
 """What one more step must save in all: a difference of 3 % is within what a repetition shows."""
 
+FINE = 2
+"""Ratio of two sequence lengths near enough to interpolate between, whatever was found at them."""
+
 
 def steps(candidates: tuple[str, str], cells: Sequence[Cell]) -> tuple[tuple[int, str], ...]:
     """Return the step function that loses least time against the faster candidate of every cell.
@@ -51,7 +54,7 @@ def crossing(before: Cell, after: Cell) -> int:
 
     The ratio of the two times is taken as a power of ``q_len`` between the two cells.
     """
-    low, high = (math.log(cell.seconds[0] / cell.seconds[1]) for cell in (before, after))
+    low, high = before.lead, after.lead
     if low * high >= 0:  # a step the fit made in spite of one cell
         return after.q_len
     share = low / (low - high)
@@ -66,13 +69,38 @@ def next_q_len(cells: Sequence[Cell], skip: Iterable[int] = ()) -> int | None:
     """
     done = set(skip)
     for before, after in pairwise(cells):
-        low, high = (math.log(cell.seconds[0] / cell.seconds[1]) for cell in (before, after))
+        low, high = before.lead, after.lead
         if low * high >= 0 or min(abs(low), abs(high)) < SWITCH_COST:
             continue
         middle = round(math.sqrt(before.q_len * after.q_len))
         if before.q_len < middle < after.q_len and middle not in done:
             return middle
     return None
+
+
+def next_kv_len(buckets: Sequence[Bucket], skip: Iterable[int] = ()) -> int | None:
+    """Return the ``kv_len`` to measure next in order to site a crossover along it, or None when that is done.
+
+    Halves, by ratio, the gap between the two neighbours of which a wrong verdict would cost most: at some
+    ``q_len`` measured in both, one candidate is the faster one here, the other there, and the smaller of the
+    two leads is the largest of all. Ties do not count, nor gaps of a ratio up to :data:`FINE`.
+
+    Args:
+        buckets: Of one batch size, ascending by ``kv_len``.
+        skip: Lengths that were tried already.
+    """
+    done = set(skip)
+    worst, found = SWITCH_COST, None
+    for before, after in pairwise(buckets):
+        middle = round(math.sqrt(before.kv_len * after.kv_len))
+        if after.kv_len <= FINE * before.kv_len or middle in done:
+            continue
+        there = {cell.q_len: cell.lead for cell in after.cells}
+        for cell in before.cells:
+            here, other = cell.lead, there.get(cell.q_len, 0.0)
+            if here * other < 0 and min(abs(here), abs(other)) > worst:
+                worst, found = min(abs(here), abs(other)), middle
+    return found
 
 
 def threshold(buckets: Iterable[Bucket], gate: str, gated: int) -> Limit | Never | None:

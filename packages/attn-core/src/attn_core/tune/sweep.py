@@ -19,6 +19,8 @@ ROUNDS = 3
 """Samples of each candidate per cell; the median counts."""
 _MOST_REFINED = 6
 """Cells added to site the crossovers of one bucket."""
+_MOST_LENGTHS = 3
+"""Sequence lengths added per batch size, where two neighbours have different winners."""
 
 
 class WrongResult(RuntimeError):
@@ -110,15 +112,16 @@ def sweep(
         device: Where to run.
         timer: Measures calls.
         report: Told after every cell.
-        refine: Add cells between two with different winners until the crossover is sited.
+        refine: Add cells and sequence lengths between two with different winners until the crossover is
+            sited.
 
     Raises:
         WrongResult: A result is not the reference's.
     """
     found = Found(problem)
-    grouped: dict[tuple[int, int], list[int]] = {}
+    grouped: dict[int, dict[int, list[int]]] = {}
     for shape in shapes:
-        grouped.setdefault((shape.batch_size, shape.kv_len), []).append(shape.q_len)
+        grouped.setdefault(shape.batch_size, {}).setdefault(shape.kv_len, []).append(shape.q_len)
 
     def measure(cache: Cache, q_len: int) -> Cell | None:
         work = Workload(problem, cache, q_len)
@@ -127,7 +130,7 @@ def sweep(
         report(work.shape, taken)
         return None if failures else Cell(q_len, (taken[candidates[0]], taken[candidates[1]]))
 
-    for (batch_size, kv_len), q_lens in grouped.items():
+    def bucket(batch_size: int, kv_len: int, q_lens: Iterable[int]) -> list[Bucket]:
         cache = Cache(problem, batch_size, kv_len, device)
         made = (measure(cache, q_len) for q_len in sorted(set(q_lens)))
         cells = [cell for cell in made if cell is not None]
@@ -136,6 +139,17 @@ def sweep(
             tried.add(more)
             cell = measure(cache, more)
             cells = sorted([*cells, *([] if cell is None else [cell])], key=lambda cell: cell.q_len)
-        if cells:
-            found.buckets.append(Bucket(batch_size, kv_len, fit.steps(candidates, cells), tuple(cells)))
+        if not cells:
+            return []
+        return [Bucket(batch_size, kv_len, fit.steps(candidates, cells), tuple(cells))]
+
+    for batch_size, lengths in grouped.items():
+        made = [one for kv_len in sorted(lengths) for one in bucket(batch_size, kv_len, lengths[kv_len])]
+        asked = sorted({q_len for q_lens in lengths.values() for q_len in q_lens})
+        added: set[int] = set()
+        while refine and len(added) < _MOST_LENGTHS and (more := fit.next_kv_len(made, added)) is not None:
+            added.add(more)
+            made += bucket(batch_size, more, [q_len for q_len in asked if q_len <= more])
+            made.sort(key=lambda one: one.kv_len)
+        found.buckets += made
     return found
