@@ -119,22 +119,31 @@ def mask_bits(
     if custom_mask is None and packed_custom_mask is None:
         return None
     capture.refuse_plan(device)  # a copy of the mask, to the device or within it, would be captured
-    q_len = (batch.qo_indptr[1:] - batch.qo_indptr[:-1]).long()
-    bit_indptr = torch.zeros(q_len.numel() + 1, dtype=torch.int64)
-    torch.cumsum(q_len * batch.kv_len.long(), 0, out=bit_indptr[1:])
-    byte_indptr = torch.zeros_like(bit_indptr)
-    torch.cumsum((bit_indptr.diff() + 7) // 8, 0, out=byte_indptr[1:])
+    bit_indptr, byte_indptr = mask_places(batch)
     given = None
     if packed_custom_mask is not None:
         given = _packed(packed_custom_mask, int(byte_indptr[-1]), device)
     if custom_mask is not None:
-        made = _pack(custom_mask, bit_indptr, _mask_shapes(q_len, batch), device)
+        made = _pack(custom_mask, bit_indptr, _mask_shapes(batch), device)
         if given is not None and not torch.equal(given, made):
             both = "the same mask as custom_mask"
             raise ValueError(needs("packed_custom_mask", both, "another mask", "core.mask-conflict"))
         given = made
     assert given is not None
     return MaskBits(given, to_host({"mask_indptr": byte_indptr})["mask_indptr"])
+
+
+def mask_places(batch: HostBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where each request's mask begins: its first element, and its first byte once packed.
+
+    Both int64 ``[batch_size + 1]`` on the CPU.
+    """
+    q_len = batch.qo_indptr.diff().long()
+    bit_indptr = torch.zeros(q_len.numel() + 1, dtype=torch.int64)
+    torch.cumsum(q_len * batch.kv_len.long(), 0, out=bit_indptr[1:])
+    byte_indptr = torch.zeros_like(bit_indptr)
+    torch.cumsum((bit_indptr.diff() + 7) // 8, 0, out=byte_indptr[1:])
+    return bit_indptr, byte_indptr
 
 
 def _packed(mask: torch.Tensor, size: int, device: torch.device) -> torch.Tensor:
@@ -153,7 +162,7 @@ def _check_place(name: str, mask: torch.Tensor, device: torch.device) -> None:
     check_reach(name, mask, device)
 
 
-def _mask_shapes(q_len: torch.Tensor, batch: HostBatch) -> list[tuple[int, ...]]:
+def _mask_shapes(batch: HostBatch) -> list[tuple[int, ...]]:
     """Shapes other than flat that say the same without room for a mistake."""
     shape = batch.shape
     if shape.uniform_q_len is None or shape.total_kv != shape.batch_size * shape.max_kv_len:

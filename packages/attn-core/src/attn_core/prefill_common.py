@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
+from .arguments import MaskBits, mask_bits
 from .batch import HostBatch, first_true, flat, to_host
 from .checking import flag, whole
 from .errors import needs
+from .item_mask import asks_items, item_bits
 from .problem import MaskMode
 
 
@@ -17,6 +22,22 @@ def mask_mode(
     if custom_mask is not None or packed_custom_mask is not None:
         return MaskMode.CUSTOM
     return MaskMode.CAUSAL if flag("causal", causal) else MaskMode.NONE
+
+
+def planned_mask(a: Mapping[str, Any], device: torch.device) -> MaskMode:
+    """Return the mask a prefill plan asks for by its named arguments.
+
+    Multi-item scoring replaces causal too; it is causal by itself.
+    """
+    mode = mask_mode(a["causal"], a["custom_mask"], a["packed_custom_mask"])
+    return MaskMode.CUSTOM if asks_items(a, device) else mode
+
+
+def masked_keys(a: Mapping[str, Any], batch: HostBatch, device: torch.device) -> MaskBits | None:
+    """Return the bits of the mask a plan asks for, or None; see :func:`planned_mask`."""
+    if a.get("prefix_len_ptr") is not None:
+        return item_bits(a, batch, device)
+    return mask_bits(a["custom_mask"], a["packed_custom_mask"], batch, device)
 
 
 def check_lengths(

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from . import tracing
-from .arguments import MaskBits, check_workspace, mask_bits, refuse, split_size
+from .arguments import MaskBits, check_workspace, refuse, split_size
 from .batch import HostBatch, paged_batch, size_of
 from .cache_view import CacheView, unpack
 from .errors import needs
 from .graph_buffers import paged_buffers
 from .options import Dtype, forward_changes, make_problem
-from .prefill_common import check_lengths, mask_mode
+from .prefill_common import check_lengths, masked_keys, planned_mask
 from .problem import AttentionProblem, Op, PagedKV
 from .wrapper import AttentionWrapper, returning_lse
 
@@ -138,10 +138,14 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
             kv_data_type: Cache type; the query's by default.
             o_data_type: Output type; the query's by default.
             non_blocking: No effect: copies never block.
-            prefix_len_ptr: Not supported, as the next three (multi-item scoring).
-            token_pos_in_items_ptr: Not supported.
-            token_pos_in_items_len: Not supported.
-            max_item_len_ptr: Not supported.
+            prefix_len_ptr: Multi-item scoring, with the next three: ``[batch_size]`` uint32 (or int32, int64,
+                like the others), tokens in front of each request's first delimiter. Rows behind it see the
+                prefix and their own item up to themselves; it replaces ``causal``, and the window holds.
+            token_pos_in_items_ptr: uint16, for every token from the first delimiter on its distance to the
+                last delimiter, which itself has 0; one request after another.
+            token_pos_in_items_len: Entries from one request to the next, an int or one element; 0 will do for
+                one request.
+            max_item_len_ptr: ``[batch_size]`` uint16, at least each request's greatest position.
             seq_lens: Checked against the pages, never believed over them.
             seq_lens_q: Must equal the lengths in ``qo_indptr``.
             block_tables: Not supported.
@@ -158,22 +162,17 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
             NotImplementedError: No backend serves the combination.
         """
         tracing.refuse_traced_plan(self)
-        refuse(
-            prefix_len_ptr=prefix_len_ptr, token_pos_in_items_ptr=token_pos_in_items_ptr,
-            token_pos_in_items_len=token_pos_in_items_len, max_item_len_ptr=max_item_len_ptr,
-            block_tables=block_tables,
-        )  # fmt: skip
+        refuse(block_tables=block_tables)
         problem, batch, mask = self._asked(locals())
         self._plan(problem, batch, mask=mask)
 
     def _asked(self, a: dict[str, Any]) -> tuple[AttentionProblem, HostBatch, MaskBits | None]:
         """Turn the arguments of plan() or workspace_size(), by name, into what is asked."""
-        masks = a["custom_mask"], a["packed_custom_mask"]
         kv_dtype = a["q_data_type"] if a["kv_data_type"] is None else a["kv_data_type"]
         dims = a["head_dim_qk"], a["head_dim_qk"] if a["head_dim_vo"] is None else a["head_dim_vo"]
         problem = make_problem(
             Op.PREFILL_PAGED, (a["num_qo_heads"], a["num_kv_heads"]), dims, a["q_data_type"], kv_dtype,
-            a["o_data_type"], PagedKV(a["page_size"], self._kv_layout), mask_mode(a["causal"], *masks),
+            a["o_data_type"], PagedKV(a["page_size"], self._kv_layout), planned_mask(a, self.device),
             a["pos_encoding_mode"], a["window_left"], a["logits_soft_cap"], a["sm_scale"], a["rope_scale"],
             a["rope_theta"], a["needs_lse"], True, split_size(a["fixed_split_size"]), a["disable_split_kv"],
         )  # fmt: skip
@@ -183,7 +182,7 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
             a["page_size"], device=self.device, seq_lens=a["seq_lens"],
         )  # fmt: skip
         check_lengths(batch, a["seq_lens_q"], a["max_token_per_sequence"], a["max_sequence_kv"], self.device)
-        return problem, batch, mask_bits(*masks, batch, self.device)
+        return problem, batch, masked_keys(a, batch, self.device)
 
     def workspace_size(
         self,
@@ -232,11 +231,7 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         Raises:
             ValueError: As for :meth:`plan`.
         """
-        refuse(
-            prefix_len_ptr=prefix_len_ptr, token_pos_in_items_ptr=token_pos_in_items_ptr,
-            token_pos_in_items_len=token_pos_in_items_len, max_item_len_ptr=max_item_len_ptr,
-            block_tables=block_tables,
-        )  # fmt: skip
+        refuse(block_tables=block_tables)
         return self._workspace_size(*self._asked({**locals(), "needs_lse": False}))
 
     def run(

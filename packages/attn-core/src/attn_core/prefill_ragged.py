@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from . import tracing
-from .arguments import check_workspace, mask_bits, refuse, split_size
+from .arguments import check_workspace, refuse, split_size
 from .batch import ragged_batch
 from .errors import needs
 from .graph_buffers import ragged_buffers
 from .options import Dtype, forward_changes, make_problem
-from .prefill_common import check_lengths, mask_mode
+from .prefill_common import check_lengths, masked_keys, planned_mask
 from .problem import Op, RaggedKV
 from .wrapper import AttentionWrapper, returning_lse
 
@@ -118,10 +118,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
             kv_data_type: See there.
             o_data_type: See there.
             non_blocking: See there.
-            prefix_len_ptr: Not supported.
-            token_pos_in_items_ptr: Not supported.
-            token_pos_in_items_len: Not supported.
-            max_item_len_ptr: Not supported.
+            prefix_len_ptr: See there.
+            token_pos_in_items_ptr: See there.
+            token_pos_in_items_len: See there.
+            max_item_len_ptr: See there.
             fixed_split_size: In tokens here.
             disable_split_kv: See there.
             seq_lens: Must not exceed the lengths in ``kv_indptr``.
@@ -138,12 +138,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
             NotImplementedError: No backend serves the combination.
         """
         tracing.refuse_traced_plan(self)
-        refuse(
-            prefix_len_ptr=prefix_len_ptr, token_pos_in_items_ptr=token_pos_in_items_ptr,
-            token_pos_in_items_len=token_pos_in_items_len, max_item_len_ptr=max_item_len_ptr,
-            v_indptr=v_indptr, o_indptr=o_indptr,
-        )  # fmt: skip
-        mode = mask_mode(causal, custom_mask, packed_custom_mask)
+        refuse(v_indptr=v_indptr, o_indptr=o_indptr)
+        asked = locals()
+        mode = planned_mask(asked, self.device)
         problem = make_problem(
             Op.PREFILL_RAGGED, (num_qo_heads, num_kv_heads),
             (head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo),
@@ -153,7 +150,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         )  # fmt: skip
         batch = ragged_batch(qo_indptr, kv_indptr, device=self.device, seq_lens=seq_lens)
         check_lengths(batch, seq_lens_q, max_token_per_sequence, max_sequence_kv, self.device)
-        self._plan(problem, batch, mask=mask_bits(custom_mask, packed_custom_mask, batch, self.device))
+        self._plan(problem, batch, mask=masked_keys(asked, batch, self.device))
 
     def run(
         self,
