@@ -34,7 +34,7 @@ KINDS = {
 
 def planner(native: Any, heads: int, workers: int) -> Any:
     return native.PlanInput(
-        GROUP, heads, TILE_Q, KV_TILE, MIN_CHUNK, FINE, workers, 1, -1, True, NOT_MEASURED, 0, -1
+        GROUP, heads, TILE_Q, KV_TILE, MIN_CHUNK, FINE, workers, 1, -1, True, NOT_MEASURED, 0, -1, 0
     )
 
 

@@ -27,7 +27,7 @@ class Merge(NamedTuple):
     num_slots: int
     slot_stride: int
     arrived: int
-    reserved: int
+    launched: int
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Asked:
     causal: bool = False
     split: int = 0
     max_slots: int = -1
+    joined: int = 0
     fine: int = 0
     pace: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
 
@@ -92,6 +93,7 @@ def plan(native: Any, asked: Asked) -> Made:
     counts = torch.full((native.COUNT_WORDS,), -7, dtype=torch.int32)
     made.write(items.data_ptr(), merges.data_ptr(), counts.data_ptr())
     assert counts.tolist() == [made.num_items, made.num_merges, made.num_slots, made.max_heads]
+    assert made.num_launched == sum(Merge(*row).launched for row in merges.tolist())
     return Made(
         [Item(*row) for row in items.tolist()], [Merge(*row) for row in merges.tolist()],
         made.num_slots, made.max_heads, made.chunk,
@@ -106,7 +108,7 @@ def capacity(native: Any, asked: Asked, *limits: int) -> tuple[int, int, int]:
 def _native(native: Any, a: Asked) -> tuple[Any, torch.Tensor, torch.Tensor]:
     how = native.PlanInput(
         a.group, a.num_kv_heads, a.tile_q, a.kv_tile, a.min_chunk, a.fine, a.workers, a.max_heads,
-        a.window_left, a.causal, a.pace, a.split, a.max_slots,
+        a.window_left, a.causal, a.pace, a.split, a.max_slots, a.joined,
     )  # fmt: skip
     indptr = torch.tensor([0, *a.q_len], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return how, indptr, torch.tensor(a.kv_len, dtype=torch.int32)
@@ -116,7 +118,7 @@ def check(asked: Asked, made: Made) -> None:
     """Assert everything that makes a plan right."""
     _check_cover(asked, made)
     _check_slots(asked, made)
-    _check_joins(made)
+    _check_joins(asked, made)
     _check_grid(asked, made)
 
 
@@ -176,9 +178,10 @@ def _check_slots(asked: Asked, made: Made) -> None:
     assert not direct & merged
 
 
-def _check_joins(made: Made) -> None:
-    """An item names the merge that its partial of a head is for; every count begins at 0."""
+def _check_joins(asked: Asked, made: Made) -> None:
+    """An item names the merge that its partial of a head is for; counts begin at 0."""
     assert all(merge.arrived == 0 for merge in made.merges)
+    assert all(merge.launched == (merge.num_slots > asked.joined) for merge in made.merges)
     for item in made.items:
         for n in range(item.num_heads if item.slot >= 0 else 0):
             merge = made.merges[item.merge + n]

@@ -105,8 +105,9 @@ def test_what_the_command_refuses(sources: Path, arguments: list[str], status: i
     assert said in ran.stderr
 
 
-def test_only_low_tiles_of_nvidia_join_their_partials() -> None:
-    """Their plans launch once; whatever a tile is, one on AMD leaves it to the merge kernel."""
-    assert {v.tile_q for v in variants.attend_variants("sm_90") if v.joins} == {16}
-    assert all(v.joins for v in variants.attend_variants("sm_90") if v.tile_q == 16)
+def test_which_tiles_join_their_partials() -> None:
+    """Plans of low tiles launch once; whatever a tile is, one on AMD leaves it to the merge kernel."""
+    assert {v.tile_q for v in variants.attend_variants("sm_90") if variants.joins_all(v)} == {16}
+    assert all(variants.joins_all(v) for v in variants.attend_variants("sm_90") if v.tile_q == 16)
+    assert {v.name.split("_")[-2] for v in variants.attend_variants("sm_90") if v.joins == 2} == {"64", "128"}
     assert not any(v.joins for arch in ("gfx942", "gfx950") for v in variants.attend_variants(arch))

@@ -163,6 +163,17 @@ def test_a_captured_verify_gets_the_tile_of_an_eager_one(
     assert style_of(native, prefill).tile_q == (16 if q_len == 1 else 64)
 
 
+@pytest.mark.parametrize(("q_len", "tile"), [(4, 16), (5, 64), (16, 64), (17, 128), (63, 128), (64, 128)])
+def test_a_verify_takes_the_tallest_tile_where_two_lower_ones_would_read_its_keys_twice(
+    native: Any, q_len: int, tile: int
+) -> None:
+    for captured in (False, True):
+        style = style_of(native, query(parse_target("sm_90"), q_len, captured))
+        assert style.tile_q == tile
+        assert style.joined == (2**31 - 1 if tile == 16 else 2)
+        assert style_of(native, query(parse_target("gfx942"), q_len, captured)).joined == 0
+
+
 def test_a_batch_invariant_prefill_has_one_tile(native: Any) -> None:
     """A row's bits depend on the tile's height, so the other requests' rows must not choose it."""
     target = parse_target("gfx942")

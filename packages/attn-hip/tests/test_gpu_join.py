@@ -126,3 +126,22 @@ def test_every_head_dim_and_group(dim: int, group: int) -> None:
         if backend == "fa2":
             assert not arrived(wrapper).any()
     close(*found)
+
+
+@pytest.mark.parametrize("dim", [40, 64, 66, 128, 160, 256])
+@pytest.mark.parametrize("q_len", [5, 16, 20, 40])
+def test_tall_tiles(dim: int, q_len: int) -> None:
+    """Tiles of 64 rows and of 128, full or not; with head dims of 160 on, a launch joins them."""
+    make, world, group = torch.Generator("cuda").manual_seed(dim * q_len), World(), HEADS // KV_HEADS
+    kv = torch.randn(PAGES, 2, PAGE, KV_HEADS, dim, generator=make, device="cuda").to(TYPE)
+    q = torch.randn(2 * q_len, KV_HEADS * group, dim, generator=make, device="cuda").to(TYPE)
+    for kv_len in ((3000, 1111), (2900, 40), (2000, 2000)):
+        table, found = world.table(kv_len), []
+        for backend in ("fa2", "reference"):
+            wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace(), use_tensor_cores=True, backend=backend)
+            wrapper.plan(*table, HEADS, KV_HEADS, dim, PAGE, q_data_type=TYPE, q_len_per_req=q_len)
+            found.append(wrapper.run(q, kv, return_lse=True))
+            if backend == "fa2":
+                same(wrapper.run(q, kv, return_lse=True), found[0])
+                assert not arrived(wrapper).any()
+        close(*found)

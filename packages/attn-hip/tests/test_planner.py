@@ -34,6 +34,7 @@ def asked(draw: st.DrawFn) -> Asked:
         max_slots=draw(st.sampled_from([-1, -1, 0, 1, 7, 40])),
         fine=draw(st.sampled_from([0, 0, 1, 4])),
         pace=draw(st.sampled_from([(0,) * 5, (0, 0, 0, 3, 8), (5, 2, 20, 2, 4), (40, 0, 1000, 8, 0)])),
+        joined=draw(st.sampled_from([0, 2, 3, 2**31 - 1])),
     )
 
 

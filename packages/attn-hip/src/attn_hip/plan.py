@@ -33,6 +33,8 @@ _KEY_BYTES = 512
 """Key and value of a head for which paces were measured."""
 _INVARIANT_TILE = 64
 """Tiles of other heights add a row's keys up in another order: the rest of the batch may not choose."""
+_TALLEST_TILE = 128
+"""Where it is built: of a verify, bound by reading, it reads once what two lower tiles read twice."""
 _PACKED_ROWS = 16
 """Up to so many packed rows a CPU item takes several KV heads: a decode, bound by reading."""
 _PACKED_TOKENS, _PACKED_BYTES = 16, 256 << 10
@@ -50,6 +52,7 @@ class Style:
         max_heads: KV heads of an item, at most.
         fine: Short chunks may be any multiple of it where that keeps workers busier; 0 for no such choice.
         pace: What splitting costs and brings there: ``Pace`` of csrc/planner.h.
+        joined: Tiles of up to so many partials are joined by their last item; others by a launch.
     """
 
     tile_q: int
@@ -58,6 +61,7 @@ class Style:
     max_heads: int
     fine: int = 0
     pace: tuple[int, int, int, int, int] = NOT_MEASURED
+    joined: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +116,7 @@ def plan_gpu(native: Any, gpu: Gpu, query: Query, batch: HostBatch) -> PlanResul
     cut = _cut(native, query, batch, style)
     variant = variants.attend_variant(target.arch, problem, style.tile_q)
     attend = gpu.get(target, variant)
-    merges = 0 if variant.joins else cut.merges
+    merges = 0 if variants.joins_all(variant) else cut.merges if cut.launched else 0
     merge = gpu.get(target, variants.misc_variants(target.arch)["merge"]) if merges else attend
     launch = GpuLaunch(
         problem, style.tile_q, cut.items, merges, cut.slots, variant.name, native, attend, merge
@@ -122,13 +126,17 @@ def plan_gpu(native: Any, gpu: Gpu, query: Query, batch: HostBatch) -> PlanResul
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A batch cut into items: sizes (under capture capacities), arrays, bytes of workspace."""
+    """A batch cut into items: sizes (under capture capacities), arrays, bytes of workspace.
+
+    ``launched`` says whether a merge kernel may have something to join.
+    """
 
     items: int
     merges: int
     slots: int
     image: dict[str, torch.Tensor]
     bytes: int
+    launched: bool
 
 
 def _cut(native: Any, query: Query, batch: HostBatch, style: Style) -> _Cut:
@@ -142,7 +150,8 @@ def _cut(native: Any, query: Query, batch: HostBatch, style: Style) -> _Cut:
     else:
         sizes = how.capacity(*_bounds(problem, graph))
     image = _image(native, made, sizes[0], sizes[1], padded=graph is not None)
-    return _Cut(*sizes, image, sizes[2] * slot_bytes)
+    launched = graph is not None or made.num_launched > 0
+    return _Cut(*sizes, image, sizes[2] * slot_bytes, launched)
 
 
 def _workers(query: Query) -> int:
@@ -155,14 +164,11 @@ def style_of(native: Any, query: Query) -> Style:
     problem, shape, graph = query.problem, query.batch, query.graph
     group = problem.gqa_group_size
     if query.target.kind != "cpu":
-        if problem.batch_invariant and problem.op not in _DECODES:
-            wanted = _INVARIANT_TILE
-        else:
-            wanted = native.cta_tile_q(*_rows(query), group, graph is not None)
-        tile = _fitting(wanted, variants.tiles(query.target.arch, problem))
+        tile = _fitting(_wanted_tile(native, query), variants.tiles(query.target.arch, problem))
+        joined = variants.attend_variant(query.target.arch, problem, tile).joins
         if query.target.kind == "hip":
             return Style(tile, _GPU_KV_TILE, _GPU_MIN_CHUNK[tile], 1, _GPU_FINE)
-        return Style(tile, _GPU_KV_TILE, _GPU_KV_TILE, 1, _GPU_KV_TILE, _pace(query, tile))
+        return Style(tile, _GPU_KV_TILE, _GPU_KV_TILE, 1, _GPU_KV_TILE, _pace(query, tile), joined)
     if graph is None:
         rows = shape.max_q_len
     elif problem.op in _DECODES:
@@ -175,6 +181,16 @@ def style_of(native: Any, query: Query) -> Style:
         row_bytes = (problem.head_dim_qk + problem.head_dim_vo) * problem.kv_dtype.itemsize
         heads = max(1, _PACKED_BYTES // (_PACKED_TOKENS * row_bytes))
     return Style(native.tile_q_for(min(packed, _MOST_ROWS)), native.kv_tile(), _CPU_MIN_CHUNK, heads)
+
+
+def _wanted_tile(native: Any, query: Query) -> int:
+    problem, graph, group = query.problem, query.graph, query.problem.gqa_group_size
+    if problem.batch_invariant and problem.op not in _DECODES:
+        return _INVARIANT_TILE
+    total_q, batch, q_len = _rows(query)
+    if problem.op in _DECODES and q_len * group > _INVARIANT_TILE:
+        return _TALLEST_TILE
+    return int(native.cta_tile_q(total_q, batch, q_len, group, graph is not None))
 
 
 def _pace(query: Query, tile: int) -> tuple[int, int, int, int, int]:
@@ -227,6 +243,7 @@ def _input(native: Any, problem: AttentionProblem, style: Style, workers: int, m
         problem.gqa_group_size, problem.num_kv_heads, style.tile_q, style.kv_tile, style.min_chunk,
         style.fine, workers,
         style.max_heads, problem.window_left, problem.mask is MaskMode.CAUSAL, style.pace, split, max_slots,
+        style.joined,
     )  # fmt: skip
 
 

@@ -15,8 +15,11 @@ _HALVES = {torch.float16: ("fp16", 1), torch.bfloat16: ("bf16", 2)}
 _WAVES = 4
 _KEYS = 64
 """Keys of a step on NVIDIA."""
-_JOINED_ROWS = 16
-"""Tiles of so many packed rows are joined by their last block on NVIDIA, as kernels_gpu.cpp says."""
+_JOINED_ROWS, _JOINED_DIM = 16, 128
+"""Tiles of so many packed rows, or up to that head dim, can be joined by their last block on NVIDIA, as
+kernels_gpu.cpp says."""
+_ANY_PARTS, _FEW_PARTS = 2**31 - 1, 2
+"""Of taller tiles one block reads few partials sooner than a launch begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class Variant:
         tile_q: Packed rows of an attention tile; 0 for another kernel.
         rows: Rows of a block of an append.
         lds: Dynamic shared memory of a block, bytes.
-        joins: Whether an attention kernel joins partials of split keys itself; else the merge kernel does.
+        joins: Partials of a tile, at most, that an attention kernel joins itself.
     """
 
     name: str
@@ -43,7 +46,7 @@ class Variant:
     tile_q: int = 0
     rows: int = 1
     lds: int = 0
-    joins: bool = False
+    joins: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +163,29 @@ def _attend(arch: str, shape: _Shape) -> Variant:
         *((f"ATTN_LDS={lds}",) if lds else ()),
     )
     threads = _WAVES * (64 if _is_amd(arch) else 32)
-    joins = not _is_amd(arch) and shape.tile_q == _JOINED_ROWS
     return Variant(
-        shape.name, "kernels_gpu.cpp", defines, shape.name, threads, shape.tile_q, lds=lds, joins=joins
+        shape.name,
+        "kernels_gpu.cpp",
+        defines,
+        shape.name,
+        threads,
+        shape.tile_q,
+        lds=lds,
+        joins=_joins(arch, shape),
     )
+
+
+def _joins(arch: str, shape: _Shape) -> int:
+    if _is_amd(arch):
+        return 0
+    if shape.tile_q == _JOINED_ROWS:
+        return _ANY_PARTS
+    return _FEW_PARTS if shape.head_dim <= _JOINED_DIM else 0
+
+
+def joins_all(variant: Variant) -> bool:
+    """Say whether plans for an attention kernel never need the merge kernel."""
+    return variant.joins == _ANY_PARTS
 
 
 def _dynamic_shared(shape: _Shape) -> int:

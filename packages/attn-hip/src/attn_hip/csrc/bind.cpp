@@ -27,14 +27,16 @@ static_assert(sizeof(MergeItem) == sizeof(WorkItem), "both have the same number 
 
 // How a batch is planned, apart from the batch.
 PlanInput plan_input(int group, int num_kv_heads, int tile_q, int tile_kv, int min_chunk, int fine, int workers, int max_heads,
-                     int window_left, bool causal, const std::array<int64_t, 5>& pace, int64_t split, int64_t max_slots) {
+                     int window_left, bool causal, const std::array<int64_t, 5>& pace, int64_t split, int64_t max_slots,
+                     int joined) {
   require(group > 0 && num_kv_heads > 0 && tile_q > 0 && tile_kv > 0 && min_chunk > 0 && fine >= 0 && workers > 0 &&
               max_heads > 0,
           "native: sizes of a plan need to be positive [fa2.native]");
   require(split >= kSplitNever && window_left >= -1, "native: split and window_left need to be -1 or more [fa2.native]");
+  require(joined >= 0, "native: partials that are joined need to be 0 or more [fa2.native]");
   require(*std::min_element(pace.begin(), pace.end()) >= 0, "native: a pace needs to be positive [fa2.native]");
-  return {nullptr, nullptr, 0, group, num_kv_heads, tile_q, tile_kv, min_chunk, fine, workers, max_heads, window_left, causal,
-          {pace[0], pace[1], pace[2], pace[3], pace[4]}, split, max_slots};
+  return {nullptr, nullptr, 0, group, num_kv_heads, tile_q, tile_kv, min_chunk, fine, workers, joined, max_heads, window_left,
+          causal, {pace[0], pace[1], pace[2], pace[3], pace[4]}, split, max_slots};
 }
 
 // A plan whose memory comes from a plan that is gone, if there is one. Made and destroyed under Python's lock.
@@ -282,6 +284,7 @@ PYBIND11_MODULE(ATTN_MODULE, m) {
   py::class_<Planned>(m, "Plan", py::module_local())
       .def_property_readonly("num_items", [](const Planned& plan) { return (*plan).items.size(); })
       .def_property_readonly("num_merges", [](const Planned& plan) { return (*plan).merges.size(); })
+      .def_property_readonly("num_launched", [](const Planned& plan) { return (*plan).num_launched; })
       .def_property_readonly("num_slots", [](const Planned& plan) { return (*plan).num_slots; })
       .def_property_readonly("max_heads", [](const Planned& plan) { return (*plan).max_heads; })
       .def_property_readonly("chunk", [](const Planned& plan) { return (*plan).chunk; })

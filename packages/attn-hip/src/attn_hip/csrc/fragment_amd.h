@@ -364,6 +364,7 @@ ATTN_DEVICE uint32_t load_word(const void* from) {
   typedef __attribute__((aligned(1))) uint32_t Anywhere;
   return *global(static_cast<const Anywhere*>(from));
 }
+ATTN_DEVICE float load_partial(const float* from) { return *global(from); }
 template <int N>
 ATTN_DEVICE void load_partials(float (&x)[N], const float* from) {
   ATTN_UNROLL

@@ -203,6 +203,7 @@ ATTN_DEVICE Line load_line(const void* from) { return *static_cast<const Line*>(
 ATTN_DEVICE void store_line(void* to, const Line& x) { *static_cast<Line*>(to) = x; }
 ATTN_DEVICE uint32_t load_word(const void* from) { return *static_cast<const uint32_t*>(from); }
 // What other blocks wrote, and no one reads twice: past the L1 cache.
+ATTN_DEVICE float load_partial(const float* from) { return __ldcg(from); }
 ATTN_DEVICE void load_partials(float (&x)[1], const float* from) { x[0] = *from; }
 ATTN_DEVICE void load_partials(float (&x)[2], const float* from) {
   const float2 y = __ldcg(reinterpret_cast<const float2*>(from));

@@ -33,22 +33,27 @@ static_assert(Tile::kHeight == ATTN_TILE, "tiles are of the planned height");
 constexpr int kSimdWaves = kKeyGroups == kWaves && !ATTN_GENERAL ? (ATTN_D == 64 ? 4 : ATTN_D == 128 ? 3 : 2)
                            : ATTN_GENERAL && ATTN_D == 256 && ATTN_TILE == 16 ? 1 : 2;
 constexpr int kBlocks = ATTN_D == 256 ? 1 : ATTN_TILE == 16 && ATTN_D == 64 && !ATTN_GENERAL ? 4 : 2;
-// Few rows are joined by the block that writes the last of their partials, which saves a launch; more rows keep more
-// blocks busy.
-constexpr bool kJoins = kJoinsParts && ATTN_TILE == 16;
+// Few rows, or few partials, are joined by the block that writes the last of them, which saves a launch; more keep more
+// blocks busy. Tall and wide tiles leave no registers for that.
+constexpr bool kJoins = kJoinsParts && (ATTN_TILE == 16 || ATTN_D <= 128);
 
 // Joins the partials of a tile when they are all there: in the block that comes here last, whichever that is.
-ATTN_DEVICE void join_parts(const AttendParams& p, const Rows& rows, const MergeItem& merge, int32_t* arrived,
-                            Shared shared) {
+ATTN_DEVICE void join_parts(const AttendParams& p, const Rows& rows, Tile& tile, const MergeItem& merge,
+                            int32_t* arrived, Shared shared) {
   constexpr int run = ATTN_D < 4 * kWave ? ATTN_D / kWave : 4;
   using Merge = WaveMerge<ATTN_D, run>;
   static_assert(kWaves * Merge::kBytes <= Tile::kSharedBytes, "waves meet in the tile's memory");
-  barrier();  // all of the block's rows are written, and its memory is free
+  tile.finish();
   if (thread_index() == 0) write_word(shared, count_around(arrived, merge.num_slots - 1));
   barrier();
   const bool last = int(read_word(shared)) == merge.num_slots - 1;
+  if (!last) return;
+  if constexpr (Tile::kTakesParts) {
+    tile.take_parts(merge);
+    return;
+  }
   barrier();  // before it serves something else
-  if (last) merge_rows<Merge, kWaves>(p, merge, rows, 0, rows.count, ATTN_GENERAL ? p.head_dim_vo : ATTN_D, shared);
+  merge_rows<Merge, kWaves>(p, merge, rows, 0, rows.count, ATTN_GENERAL ? p.head_dim_vo : ATTN_D, shared);
 }
 
 #if defined(ATTN_LDS)
@@ -65,10 +70,10 @@ void ATTN_ENTRY(ATTN_ARGUMENT attn::AttendLaunch launch) {
   if (block_index() >= launch.counts[0]) return;
   const AttendParams& p = launch.params;
   const Rows rows = rows_of(p, item.request, item.q_tile);
-  const bool joins = kJoins && item.slot >= 0;
   MergeItem merge = {};
-  if (joins) merge = launch.merges[item.merge];
+  if (kJoins && item.slot >= 0) merge = launch.merges[item.merge];
+  const bool joins = kJoins && item.slot >= 0 && !merge.launched;
   Tile tile(p, item, rows, (Shared)shared);
   attend<Tile>(p, item, tile);
-  if (joins) join_parts(p, rows, merge, &launch.merges[item.merge].arrived, (Shared)shared);
+  if (joins) join_parts(p, rows, tile, merge, &launch.merges[item.merge].arrived, (Shared)shared);
 }

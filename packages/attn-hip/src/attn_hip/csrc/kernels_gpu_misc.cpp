@@ -72,7 +72,7 @@ void attn_merge(ATTN_ARGUMENT attn::MergeLaunch launch) {
   const AttendParams& p = launch.params;
   const int blocks = p.tile_q / kMergeRows, at = block_index() / blocks;
   const MergeItem item = launch.items[at];
-  if (at >= launch.counts[1]) return;
+  if (at >= launch.counts[1] || (kJoinsParts && !item.launched)) return;
   const Rows rows = rows_of(p, item.request, item.q_tile);
   const int first = (block_index() - at * blocks) * kMergeRows, count = least(rows.count - first, kMergeRows);
   merge_rows<Merge, kWaves>(p, item, rows, first, count, p.head_dim_vo, (Shared)shared);

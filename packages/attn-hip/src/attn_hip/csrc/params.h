@@ -76,7 +76,7 @@ struct MergeItem {
   int32_t num_slots;
   int32_t slot_stride;  // distance between the slots of two chunks; num_heads of the items that wrote them
   int32_t arrived;      // counts the items that wrote theirs, where the last one joins them; 0 before and after a run
-  int32_t reserved;
+  int32_t launched;     // a merge kernel joins them; 0: the last item does
 };
 
 struct AttendParams {

@@ -226,6 +226,7 @@ class Emitter {
     plan_.unsorted.clear();
     plan_.costs.clear();
     plan_.merges.clear();
+    plan_.num_launched = 0;
   }
 
   void run() {
@@ -257,8 +258,10 @@ class Emitter {
       plan_.costs.push_back((keys + in_.kv_tile) * weight);
     }
     if (parts == 1) return;
+    const int32_t launched = parts > in_.joined;
     for (int32_t n = 0; n < heads; n++)
-      plan_.merges.push_back({request, int32_t(t), head + n, int32_t(slots_ + n), int32_t(parts), heads, 0, 0});
+      plan_.merges.push_back({request, int32_t(t), head + n, int32_t(slots_ + n), int32_t(parts), heads, 0, launched});
+    plan_.num_launched += launched * heads;
     slots_ += parts * heads;
   }
 

@@ -34,6 +34,7 @@ struct PlanInput {
   int32_t min_chunk;    // tokens; chunks that are not fixed are no shorter
   int32_t fine;         // > 0: short chunks may be any multiple of it, whatever balances best; 0: of kv_tile only
   int32_t workers;      // what runs items side by side: compute units or threads
+  int32_t joined;       // tiles of up to so many partials are joined by their last item, not by a kernel of its own
   int32_t max_heads;    // KV heads per item, at most; several let a thread read NHD pages as they lie
   int32_t window_left;  // -1 off
   bool causal;
@@ -46,6 +47,7 @@ struct Plan {
   std::vector<WorkItem> items;    // most expensive first
   std::vector<MergeItem> merges;
   int32_t num_slots = 0;
+  int32_t num_launched = 0;  // of the merges
   int32_t max_heads = 0;  // of an item
   int64_t chunk = 0;      // tokens; kSplitNever when nothing may be cut
 

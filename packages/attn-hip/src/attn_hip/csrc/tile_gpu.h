@@ -211,6 +211,11 @@ class GpuTile {
     }
   }
 
+  // Until everything of the block is written, and its memory free.
+  ATTN_MEMBER void finish() { stage_.finish(); }
+  // Behind close() of the last one of them: writes the tile's rows from the partials of all its chunks, which are there.
+  static constexpr bool kTakesParts = KeyGroups == 1;
+  ATTN_MEMBER void take_parts(const MergeItem& merge);
   ATTN_MEMBER void close(float scale) {
     const AttendParams& p = late(p_);
     const float left = scale_left<GpuTile>(p, logit_scale(p));
@@ -296,11 +301,12 @@ class GpuTile {
   ATTN_MEMBER int row_at(int u, int r) const {
     return first_ + u * kUnitRows + r / kFragRows * 16 + frag_row(r % kFragRows);
   }
+  // Into the output, or as a partial; `whole` is an item for the output where this one is for a partial.
   ATTN_MEMBER void write_unit_row(const AttendParams& p, const Unit& unit, int r, int packed, float left,
-                                  float scale) const {
+                                  float scale, const WorkItem* whole = nullptr) const {
     const float part = share<GpuTile>(unit.state, r, scale), lse = log_sum<GpuTile>(unit.state, r, left);
     if (packed > last_) return;
-    const Sink sink = sink_at_end(p, packed);
+    const Sink sink = whole ? sink_of(p, rows_, *whole, packed, whole->kv_head) : sink_at_end(p, packed);
     switch (sink.dtype) {
       case kFloat32: write_row<float>(unit, sink, r, part); break;
       case kFloat16: write_row<F16>(unit, sink, r, part); break;
@@ -344,6 +350,8 @@ class GpuTile {
     }
   }
 
+  // Adds a row of a partial, times its weight, to row r of a unit.
+  ATTN_MEMBER void add_part(Unit& unit, int r, const float* row, int dims, float weight) const;
   // Writes the rows of the item, each joined from what the groups found.
   ATTN_MEMBER void join_rows(const AttendParams& p, float left, float scale);
   // Sums what the groups found for the same rows into the first group, by halves.

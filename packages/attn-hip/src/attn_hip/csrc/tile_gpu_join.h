@@ -4,6 +4,77 @@
 
 namespace attn {
 
+// Every lane sums the elements that it has of a product, in the order of the chunks, whichever of them was last.
+template <class E, int D, int Blocks, int Waves, int KeyGroups, bool General, bool Fp8>
+ATTN_MEMBER void GpuTile<E, D, Blocks, Waves, KeyGroups, General, Fp8>::take_parts(const MergeItem& merge) {
+  const AttendParams& p = late(p_);
+  const int dims = General ? p.head_dim_vo : D;
+  const int64_t step = int64_t(merge.slot_stride) * p.tile_q;
+  WorkItem whole = item_;
+  whole.slot = -1;
+  ATTN_UNROLL
+  for (int u = 0; u < kUnits; u++) {
+    Unit& unit = units_[u];
+    int64_t first[kRows];
+    float base[kRows], top[kRows], sum[kRows];
+    ATTN_UNROLL
+    for (int r = 0; r < kRows; r++) {
+      first[r] = int64_t(merge.first_slot) * p.tile_q + least(row_at(u, r), last_) - rows_.first;
+      top[r] = -kInfinity, sum[r] = 0.f;
+    }
+    ATTN_UNROLL_BY(4)
+    for (int i = 0; i < merge.num_slots; i++) {
+      ATTN_UNROLL
+      for (int r = 0; r < kRows; r++) {
+        const float lse = load_partial(p.partial_lse + first[r] + i * step);
+        top[r] = lse > top[r] || lse != lse ? lse : top[r];  // not a number wins, as its sums should
+      }
+    }
+    ATTN_UNROLL
+    for (int r = 0; r < kRows; r++) base[r] = top[r] == -kInfinity ? 0.f : top[r];
+    ATTN_UNROLL
+    for (int b = 0; b < kUnitBlocks; b++) {
+      ATTN_UNROLL
+      for (int i = 0; i < D / 16; i++) unit.out[b][i] = FragC{};
+    }
+    ATTN_ROLL
+    for (int i = 0; i < merge.num_slots; i++) {
+      ATTN_UNROLL
+      for (int r = 0; r < kRows; r++) {
+        const float weight = exp2(load_partial(p.partial_lse + first[r] + i * step) - base[r]);
+        sum[r] += weight;
+        add_part(unit, r, p.partial_out + (first[r] + i * step) * dims, dims, weight);
+      }
+    }
+    ATTN_UNROLL
+    for (int r = 0; r < kRows; r++) {
+      unit.state.top[r] = top[r], unit.state.sum[r] = sum[r];
+      write_unit_row(p, unit, r, row_at(u, r), 1.f, 1.f, &whole);
+    }
+  }
+}
+
+template <class E, int D, int Blocks, int Waves, int KeyGroups, bool General, bool Fp8>
+ATTN_MEMBER void GpuTile<E, D, Blocks, Waves, KeyGroups, General, Fp8>::add_part(
+    Unit& unit, int r, const float* row, int dims, float weight) const {
+  const bool whole = !General || dims % kRun == 0;
+  ATTN_UNROLL
+  for (int c = 0; c < D / 16 * kFragCols; c += kRun) {
+    float* to = &unit.out[r / kFragRows][c / kFragCols].x[r % kFragRows * kFragCols + c % kFragCols];
+    const int d = c / kFragCols * 16 + frag_col(c % kFragCols);
+    float x[kRun] = {};
+    if (whole && (!General || d < dims)) {
+      load_partials(x, row + d);
+    } else {
+      ATTN_UNROLL
+      for (int i = 0; i < kRun; i++)
+        if (d + i < dims) x[i] = row[d + i];
+    }
+    ATTN_UNROLL
+    for (int i = 0; i < kRun; i++) to[i] = multiply_add(weight, x[i], to[i]);
+  }
+}
+
 // Writes the rows of the item, each joined from what the groups found.
 template <class E, int D, int Blocks, int Waves, int KeyGroups, bool General, bool Fp8>
 ATTN_MEMBER void GpuTile<E, D, Blocks, Waves, KeyGroups, General, Fp8>::join_rows(
