@@ -219,13 +219,16 @@ def test_a_mask_and_a_kernel_that_cannot_be_captured_are_refused(stream, use):
         single_prefill_with_kv_cache(q, k, v)
 
 
-def test_layers_of_a_model_share_a_plan(use):
-    backend = use(FakeBackend("fake"))
+def test_layers_of_a_model_share_a_plan(use, monkeypatch):
+    backend, batches = use(FakeBackend("fake")), []
+    made = single.single_batch
+    monkeypatch.setattr(single, "single_batch", lambda *n: batches.append(n) or made(*n))
     for step in range(3):
         for layer in range(4):
             CALLS["prefill"](*tensors(kv_len=9 + step, seed=layer))
     assert sum(call[0] == "plan" for call in backend.calls) == 3
     assert sum(call[0] == "run" for call in backend.calls) == 12
+    assert batches == [(1, 9), (1, 10), (1, 11)]  # not one for every call: it costs more than the call
 
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda f: f.__name__)

@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 from . import capture, plugins, tracing
 from .arguments import as_dtype, mask_bits, refuse
-from .batch import HostBatch, single_batch
+from .batch import single_batch
 from .capability import GraphSupport
 from .checking import backend_name
 from .errors import needs
@@ -33,11 +33,11 @@ class _OneCall(OwnWorkspace):
     def _refuse_eager_capture(self) -> None:
         """Captured are plans that an earlier call made; see :func:`_replayable`."""
 
-    def planned_for(self, key: object, problem: AttentionProblem, batch: HostBatch) -> PlanState:
+    def planned_for(self, key: object, problem: AttentionProblem, q_len: int, kv_len: int) -> PlanState:
         """Return the plan of a call without a mask: layers of a model ask for the same one in turns."""
         found = self.kept.pop(key, None)
         if found is None:
-            self._plan(problem, batch)
+            self._plan(problem, single_batch(q_len, kv_len))
             found = self._planned()
             if len(self.kept) >= _KEPT_PLANS:
                 del self.kept[next(iter(self.kept))]
@@ -315,11 +315,11 @@ def _attend(
         wrapper = _OneCall(q.device, backend)
         wrapper._provide(state.workspace_bytes)
         return wrapper._run(q, k, v, None, None, return_lse, *scales, plan=state)
-    batch = single_batch(q.shape[0], k.shape[0])
     if mode is MaskMode.CUSTOM:
+        batch = single_batch(q.shape[0], k.shape[0])
         wrapper._plan(problem, batch, mask=mask_bits(custom_mask, packed_custom_mask, batch, q.device))
         return wrapper._run(q, k, v, None, None, return_lse, *scales)
-    state = wrapper.planned_for(key, problem, batch)
+    state = wrapper.planned_for(key, problem, q.shape[0], k.shape[0])
     return wrapper._run(q, k, v, None, None, return_lse, *scales, plan=state)
 
 
