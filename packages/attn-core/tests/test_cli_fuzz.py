@@ -5,6 +5,8 @@ import json
 import pytest
 import torch
 
+from attn_core.cli import fuzz as run
+from attn_core.target import parse_target
 from attn_core.testing.mini import Mini
 
 from .cli_kit import attn
@@ -58,3 +60,19 @@ def test_zero_seconds_do_nothing(use):
     use(Mini())
     found = json.loads(attn("fuzz", "--seconds", "0", "--json").stdout)
     assert [one["sessions"] for one in found["backends"]] == [0, 0]
+
+
+def test_a_device_that_is_not_here_is_refused(use):
+    use(Mini())
+    result = attn("fuzz", "--device", "cuda:99")
+    assert result.exit_code == 2
+    assert "--device: needs a device of this machine, got 'cuda:99' [cli.device]" in result.stderr
+
+
+def test_the_stated_device_is_where_it_runs(use, monkeypatch):
+    """Also where the machine has a GPU that the backend would run on otherwise."""
+    use(Mini())
+    monkeypatch.setattr(run, "_target", lambda backend: parse_target("gfx942"))
+    result = attn("fuzz", "--backend", "mini", "--session", "2", "--device", "cpu")
+    assert result.exit_code == 0, result.stdout
+    assert "mini: seed 0, session 2\n" in result.stdout

@@ -253,6 +253,10 @@ def fuzz(
     session: Annotated[
         int | None, typer.Option("--session", metavar="N", help="Run this one again, with a traceback.")
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", metavar="DEVICE", help="cpu, cuda:0 ... (a GPU of each, else cpu)"),
+    ] = None,
     json: _Json = False,
 ) -> None:
     """Make random right and wrong calls to backends here, and check every answer.
@@ -263,7 +267,7 @@ def fuzz(
     from . import fuzz as run
 
     with refusing("fuzz"):
-        found = run.fuzz(tuple(backend or ()), seconds, seed, session, None if json else typer.echo)
+        found = run.fuzz(tuple(backend or ()), seconds, seed, session, None if json else typer.echo, device)
     if json:
         say_json(found)
     raise typer.Exit(1 if any(one["failures"] for one in found["backends"]) else 0)

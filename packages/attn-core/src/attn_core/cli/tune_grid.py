@@ -87,7 +87,7 @@ def grid(wanted: Wanted, registry: Registry, *, pairs_needed: bool = True) -> Gr
     Raises:
         ValueError: An option does not fit, or there is nothing to compare.
     """
-    device = _device(wanted.device)
+    device = device_of(wanted.device)
     target = target_of(device)
     axes = _axes(wanted, device)
     problems, shapes = [], []
@@ -113,7 +113,12 @@ def grid(wanted: Wanted, registry: Registry, *, pairs_needed: bool = True) -> Gr
     return Grid(device, target, layers, batches, pairs, refine=not wanted.quick)
 
 
-def _device(stated: str | None) -> torch.device:
+def device_of(stated: str | None) -> torch.device:
+    """Return the device of ``--device``: the first GPU, else the CPU, if none is stated.
+
+    Raises:
+        ValueError: It is none of this machine's.
+    """
     if stated is None:
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
