@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -108,6 +109,40 @@ def test_random_plans_one_after_another(q_len: int) -> None:
             same(again, found[0])
         close(found[0], eager(world, q, table, q_len, "reference"))
         assert not arrived(wrapper).any()
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_more_items_than_blocks(dim: int) -> None:
+    """Blocks of a captured grid take the items that are left, each once, and leave the count at 0."""
+    make = torch.Generator("cuda").manual_seed(dim)
+    batch, heads = 150, 16
+    kv = torch.randn(PAGES, 2, PAGE, heads, dim, generator=make, device="cuda").to(TYPE)
+    q = torch.randn(batch, heads, dim, generator=make, device="cuda").to(TYPE)
+    world, draw, found = World(), Random(dim), []
+    d = Decode(world, batch)
+    for _ in range(3):
+        table = world.table((700, *(draw.randrange(1, 33) for _ in range(batch - 1))))
+        options: dict[str, Any] = {"q_data_type": TYPE}
+        d.wrapper.plan(*table, heads, heads, dim, PAGE, **options)
+        out, lse = d.wrapper.run(q, kv, return_lse=True)
+        graph = capture(partial(d.wrapper.run, q, kv, out=out, lse=lse, return_lse=True))
+        eagerly = BatchDecodeWithPagedKVCacheWrapper(workspace(), use_tensor_cores=True, backend="fa2")
+        eagerly.plan(*table, heads, heads, dim, PAGE, **options)
+        want = eagerly.run(q, kv, return_lse=True)
+        differing = torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(300):
+            out.fill_(float("nan"))
+            graph.replay()
+            differing += (out != want[0]).any() | (lse != want[1]).any()
+        assert differing.item() == 0
+        counts = d.wrapper._state.image["counts"].tolist()
+        assert counts[0] > d.wrapper._state.launch.items
+        assert counts[4] == 0
+        oracle = BatchDecodeWithPagedKVCacheWrapper(workspace(), use_tensor_cores=True, backend="reference")
+        oracle.plan(*table, heads, heads, dim, PAGE, **options)
+        found.append((want, oracle.run(q, kv, return_lse=True)))
+    for got, wanted in found:
+        close(got, wanted)
 
 
 @pytest.mark.parametrize("dim", [40, 64, 72, 128, 160, 256])

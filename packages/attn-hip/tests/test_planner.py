@@ -17,6 +17,9 @@ from .model import Asked, Item, capacity, check, cost, plan
 LENGTHS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 150)), max_size=6)
 
 
+PACES = [(0,) * 6, (0, 0, 0, 0, 3, 8), (5, 2, 20, 1, 2, 4), (40, 0, 1000, 0, 8, 0)]
+
+
 @st.composite
 def asked(draw: st.DrawFn) -> Asked:
     lengths = draw(LENGTHS)
@@ -33,7 +36,7 @@ def asked(draw: st.DrawFn) -> Asked:
         split=draw(st.sampled_from([0, 0, 0, -1, 1, 7, 16, 1000])),
         max_slots=draw(st.sampled_from([-1, -1, 0, 1, 7, 40])),
         fine=draw(st.sampled_from([0, 0, 1, 4])),
-        pace=draw(st.sampled_from([(0,) * 5, (0, 0, 0, 3, 8), (5, 2, 20, 2, 4), (40, 0, 1000, 8, 0)])),
+        pace=draw(st.sampled_from(PACES)),
         joined=draw(st.sampled_from([0, 2, 3, 2**31 - 1])),
     )
 
@@ -241,7 +244,7 @@ def test_small_batches_wait_for_one_chunk_at_most(native: Any) -> None:
 # Of an H200: 132 multiprocessors with two blocks each; 107 blocks keep its memory busy.
 H200 = Asked(
     (1,) * 16, (512,) * 16, group=4, num_kv_heads=8, tile_q=16, kv_tile=64, min_chunk=64, workers=264,
-    causal=True, fine=64, pace=(118, 60, 400, 107, 132),
+    causal=True, fine=64, pace=(118, 60, 90, 2, 107, 132),
 )  # fmt: skip
 
 
@@ -250,7 +253,7 @@ def test_what_keeps_a_measured_device_busy_is_not_split(native: Any, batch: int,
     """A second launch and second starts cost more than an even number of blocks brings."""
     a = replace(H200, q_len=(1,) * batch, kv_len=(kv_len,) * batch)
     assert plan(native, a).slots == 0
-    assert plan(native, replace(a, pace=(0,) * 5)).slots > 0
+    assert plan(native, replace(a, pace=(0,) * 6)).slots > 0
 
 
 @pytest.mark.parametrize(("batch", "kv_len"), [(1, 4096), (4, 2048), (1, 131072)])
@@ -270,4 +273,4 @@ def test_blocks_of_a_large_grid_are_not_spread(native: Any) -> None:
     """128 captured items may share 64 multiprocessors: there they are split."""
     a = replace(H200, kv_len=(8192,) * 16)
     assert len(plan(native, a).items) == 128
-    assert len(plan(native, replace(a, pace=(118, 60, 400, 107, 0))).items) == 256
+    assert len(plan(native, replace(a, pace=(118, 60, 90, 2, 107, 0))).items) == 256

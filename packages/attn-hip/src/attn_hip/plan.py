@@ -27,7 +27,7 @@ _GPU_KV_TILE, _GPU_FINE = 64, 16
 _GPU_MIN_CHUNK = {16: 128, 64: 256, 128: 256}
 _GPU_BLOCKS = 2
 """Blocks that a compute unit runs side by side."""
-NOT_MEASURED = (0, 0, 0, 0, 0)
+NOT_MEASURED = (0, 0, 0, 0, 0, 0)
 """The pace of a device that nobody has measured."""
 _KEY_BYTES = 512
 """Key and value of a head for which paces were measured."""
@@ -60,7 +60,7 @@ class Style:
     min_chunk: int
     max_heads: int
     fine: int = 0
-    pace: tuple[int, int, int, int, int] = NOT_MEASURED
+    pace: tuple[int, int, int, int, int, int] = NOT_MEASURED
     joined: int = 0
 
 
@@ -71,13 +71,14 @@ class _Measured:
     start: int
     part: int
     join: int
+    gather: int
     saturated: float
 
 
 _H200 = {
-    16: _Measured(118, 60, 400, 0.81),
-    64: _Measured(80, 60, 440, 1.25),
-    128: _Measured(80, 200, 290, 1.3),
+    16: _Measured(118, 60, 90, 2, 0.81),
+    64: _Measured(80, 60, 440, 0, 1.25),
+    128: _Measured(80, 200, 290, 0, 1.3),
 }
 """By tile height. A block among few takes 80, 55, 36 keys of bfloat16, head_dim 128, in a microsecond."""
 
@@ -119,9 +120,26 @@ def plan_gpu(native: Any, gpu: Gpu, query: Query, batch: HostBatch) -> PlanResul
     merges = 0 if variants.joins_all(variant) else cut.merges if cut.launched else 0
     merge = gpu.get(target, variants.misc_variants(target.arch)["merge"]) if merges else attend
     launch = GpuLaunch(
-        problem, style.tile_q, cut.items, merges, cut.slots, variant.name, native, attend, merge
+        problem,
+        style.tile_q,
+        _grid(query, variant, cut.items),
+        merges,
+        cut.slots,
+        variant.name,
+        native,
+        attend,
+        merge,
     )
     return PlanResult(launch, {**cut.image, **tables_of(native, problem)}, cut.bytes)
+
+
+def _grid(query: Query, variant: variants.Variant, items: int) -> int:
+    """Return the blocks to launch, under capture for up to ``items`` items."""
+    if query.graph is None or not variant.turns:
+        return items
+    # One less than fill the device: else some first blocks share a multiprocessor while others have none.
+    blocks = variant.turns * max(1, query.target.num_cus)
+    return min(items, blocks - 1 if variant.turns > 1 else blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +211,7 @@ def _wanted_tile(native: Any, query: Query) -> int:
     return int(native.cta_tile_q(total_q, batch, q_len, group, graph is not None))
 
 
-def _pace(query: Query, tile: int) -> tuple[int, int, int, int, int]:
+def _pace(query: Query, tile: int) -> tuple[int, int, int, int, int, int]:
     """Return what was measured on an H200, for its number of multiprocessors."""
     problem, cus = query.problem, max(1, query.target.num_cus)
     measured = _H200[tile]
@@ -201,10 +219,12 @@ def _pace(query: Query, tile: int) -> tuple[int, int, int, int, int]:
     if tile <= _PACKED_ROWS:  # bound by memory: of shorter rows more blocks are needed to ask for enough
         row_bytes = (problem.head_dim_qk + problem.head_dim_vo) * problem.kv_dtype.itemsize
         share = min(max(1.0, _KEY_BYTES / row_bytes), _GPU_BLOCKS / measured.saturated)
-    # The blocks of a large grid, as captured ones are, do not each begin on a multiprocessor of their own.
-    # A decode is cut for that always, so that a replay has the bits of an eager run.
-    spread = 0 if query.graph is not None or problem.op in _DECODES else cus
-    return measured.start, measured.part, measured.join, round(measured.saturated * share * cus), spread
+    # The blocks of a large grid, as captured ones are, do not each begin on a multiprocessor of their own,
+    # unless they take turns. A decode is cut for that always, so that a replay has the bits of an eager run.
+    turns = variants.attend_variant(query.target.arch, problem, tile).turns
+    spread = cus if turns or (query.graph is None and problem.op not in _DECODES) else 0
+    saturated = round(measured.saturated * share * cus)
+    return measured.start, measured.part, measured.join, measured.gather, saturated, spread
 
 
 def _fitting(tile: int, built: tuple[int, ...]) -> int:

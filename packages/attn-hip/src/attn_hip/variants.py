@@ -15,6 +15,8 @@ _HALVES = {torch.float16: ("fp16", 1), torch.bfloat16: ("bf16", 2)}
 _WAVES = 4
 _KEYS = 64
 """Keys of a step on NVIDIA."""
+_SHARED_BYTES, _BLOCK_BYTES = 228 << 10, 1 << 10
+"""Shared memory of a multiprocessor, and what each block takes besides its own."""
 _JOINED_ROWS, _JOINED_DIM = 16, 128
 """Tiles of so many packed rows, or up to that head dim, can be joined by their last block on NVIDIA, as
 kernels_gpu.cpp says."""
@@ -36,6 +38,8 @@ class Variant:
         rows: Rows of a block of an append.
         lds: Dynamic shared memory of a block, bytes.
         joins: Partials of a tile, at most, that an attention kernel joins itself.
+        turns: Blocks of a multiprocessor that suffice for any number of items, since each takes one after
+            another; 0 where a block runs one item.
     """
 
     name: str
@@ -47,6 +51,7 @@ class Variant:
     rows: int = 1
     lds: int = 0
     joins: int = 0
+    turns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +168,8 @@ def _attend(arch: str, shape: _Shape) -> Variant:
         *((f"ATTN_LDS={lds}",) if lds else ()),
     )
     threads = _WAVES * (64 if _is_amd(arch) else 32)
+    low = not _is_amd(arch) and shape.tile_q == _JOINED_ROWS
+    turns = _SHARED_BYTES // (lds + _BLOCK_BYTES) if low and shape.plain else 0
     return Variant(
         shape.name,
         "kernels_gpu.cpp",
@@ -172,6 +179,7 @@ def _attend(arch: str, shape: _Shape) -> Variant:
         shape.tile_q,
         lds=lds,
         joins=_joins(arch, shape),
+        turns=turns,
     )
 
 

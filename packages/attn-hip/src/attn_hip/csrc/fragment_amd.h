@@ -12,6 +12,7 @@ constexpr int kWave = 64, kFragRows = 1, kFragCols = 4;
 constexpr bool kHasAsyncCopy = false, kKeysFromGlobal = true, kLoadsAnywhere = true;
 constexpr bool kJoinsParts = false;  // every chiplet has an L2 cache of its own
 constexpr bool kSoftensPatiently = true;  // see softmax.h
+constexpr bool kTakesTurns = false;
 #if defined(__gfx950__)
 constexpr bool kDeep = true;  // products of depth 32
 constexpr int kNativeFp8 = kFloat8E4M3FN;
@@ -44,6 +45,7 @@ ATTN_DEVICE const AttendParams& argument_again(const AttendParams&) {
 }
 ATTN_DEVICE int thread_index() { return __builtin_amdgcn_workitem_id_x(); }
 ATTN_DEVICE int block_index() { return __builtin_amdgcn_workgroup_id_x(); }
+ATTN_DEVICE int block_count() { return 0; }  // not used
 // The block's work item, likewise.
 constexpr bool kReadsItemAgain = true;
 ATTN_DEVICE WorkItem item_again(const AttendParams& p) {
@@ -370,7 +372,10 @@ ATTN_DEVICE void load_partials(float (&x)[N], const float* from) {
   ATTN_UNROLL
   for (int i = 0; i < N; i++) x[i] = global(from)[i];
 }
-ATTN_DEVICE uint32_t count_around(int32_t*, uint32_t) { return 0; }  // not used
+template <int N>
+ATTN_DEVICE void read_partials(float (&)[N], Shared) {}  // not used
+ATTN_DEVICE uint32_t count_around(int32_t*, uint32_t) { return 0; }  // neither is used
+ATTN_DEVICE uint32_t take_around(int32_t*, uint32_t) { return 0; }
 ATTN_DEVICE uint32_t read_word(Shared at) { return *(SharedOf<uint32_t>)at; }
 ATTN_DEVICE void write_word(Shared at, uint32_t x) { *(SharedOf<uint32_t>)at = x; }
 ATTN_DEVICE uint16_t read_element(Shared at) { return *(SharedOf<uint16_t>)at; }

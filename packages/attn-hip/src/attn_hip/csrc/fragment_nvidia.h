@@ -10,6 +10,7 @@ constexpr bool kHasAsyncCopy = true, kKeysFromGlobal = false, kLoadsAnywhere = f
 // Whether blocks can join what others wrote: there is one L2 cache.
 constexpr bool kJoinsParts = true;
 constexpr bool kSoftensPatiently = false;
+constexpr bool kTakesTurns = true;
 
 struct alignas(16) Line {  // 16 bytes, eight elements
   uint32_t x[4];
@@ -24,6 +25,7 @@ constexpr bool kReadsItemAgain = false;
 ATTN_DEVICE WorkItem item_again(const AttendParams&) { return {}; }  // not used
 ATTN_DEVICE int thread_index() { return threadIdx.x; }
 ATTN_DEVICE int block_index() { return blockIdx.x; }
+ATTN_DEVICE int block_count() { return gridDim.x; }
 ATTN_DEVICE int lane_index() { return threadIdx.x & 31; }
 ATTN_DEVICE int wave_index() { return threadIdx.x >> 5; }
 ATTN_DEVICE void barrier() { __syncthreads(); }
@@ -213,11 +215,26 @@ ATTN_DEVICE void load_partials(float (&x)[4], const float* from) {
   const float4 y = __ldcg(reinterpret_cast<const float4*>(from));
   x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
 }
+template <int N>
+ATTN_DEVICE void read_partials(float (&x)[N], Shared from) {
+  struct alignas(4 * N) Some {
+    float x[N];
+  };
+  const Some some = *reinterpret_cast<const Some*>(from);
+  ATTN_UNROLL
+  for (int i = 0; i < N; i++) x[i] = some.x[i];
+}
 // Counts to `most` and then anew from 0; returns what was counted before. What this thread knows to be written is
 // there for who counts later.
 ATTN_DEVICE uint32_t count_around(int32_t* at, uint32_t most) {
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0,[%1],%2;" : "=r"(before) : "l"(at), "r"(most) : "memory");
+  return before;
+}
+// The same, of what tells nothing about other memory.
+ATTN_DEVICE uint32_t take_around(int32_t* at, uint32_t most) {
+  uint32_t before;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0,[%1],%2;" : "=r"(before) : "l"(at), "r"(most));
   return before;
 }
 ATTN_DEVICE uint32_t read_word(Shared at) { return *reinterpret_cast<uint32_t*>(at); }

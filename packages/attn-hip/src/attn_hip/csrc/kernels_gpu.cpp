@@ -41,7 +41,7 @@ constexpr bool kJoins = kJoinsParts && (ATTN_TILE == 16 || ATTN_D <= 128);
 ATTN_DEVICE void join_parts(const AttendParams& p, const Rows& rows, Tile& tile, const MergeItem& merge,
                             int32_t* arrived, Shared shared) {
   constexpr int run = ATTN_D < 4 * kWave ? ATTN_D / kWave : 4;
-  using Merge = WaveMerge<ATTN_D, run>;
+  using Merge = WaveMerge<ATTN_D, run, Tile::kSharedBytes / kWaves>;
   static_assert(kWaves * Merge::kBytes <= Tile::kSharedBytes, "waves meet in the tile's memory");
   tile.finish();
   if (thread_index() == 0) write_word(shared, count_around(arrived, merge.num_slots - 1));
@@ -56,6 +56,21 @@ ATTN_DEVICE void join_parts(const AttendParams& p, const Rows& rows, Tile& tile,
   merge_rows<Merge, kWaves>(p, merge, rows, 0, rows.count, ATTN_GENERAL ? p.head_dim_vo : ATTN_D, shared);
 }
 
+// Whether a block that is done takes another item. A captured grid can then be as small as what runs side by side: the
+// surplus blocks of a larger one cost time, and where they fill every multiprocessor some first blocks share one.
+constexpr bool kTurns = kTakesTurns && ATTN_TILE == 16 && !ATTN_GENERAL && !ATTN_KV;
+
+ATTN_DEVICE void run_item(const AttendLaunch& launch, const WorkItem& item, Shared shared) {
+  const AttendParams& p = launch.params;
+  const Rows rows = rows_of(p, item.request, item.q_tile);
+  MergeItem merge = {};
+  if (kJoins && item.slot >= 0) merge = launch.merges[item.merge];
+  const bool joins = kJoins && item.slot >= 0 && !merge.launched;
+  Tile tile(p, item, rows, shared);
+  attend<Tile>(p, item, tile);
+  if (joins) join_parts(p, rows, tile, merge, &launch.merges[item.merge].arrived, shared);
+}
+
 #if defined(ATTN_LDS)
 static_assert(Tile::kSharedBytes == ATTN_LDS, "variants.py knows what a launch asks for");
 #endif
@@ -66,14 +81,25 @@ extern "C" ATTN_GLOBAL ATTN_BLOCK(attn::Tile::kThreads, attn::kSimdWaves, attn::
 void ATTN_ENTRY(ATTN_ARGUMENT attn::AttendLaunch launch) {
   using namespace attn;
   ATTN_BLOCK_MEMORY(shared, Tile::kSharedBytes);
-  const WorkItem item = launch.items[block_index()];  // there is one, be it left over from another plan
-  if (block_index() >= launch.counts[0]) return;
-  const AttendParams& p = launch.params;
-  const Rows rows = rows_of(p, item.request, item.q_tile);
-  MergeItem merge = {};
-  if (kJoins && item.slot >= 0) merge = launch.merges[item.merge];
-  const bool joins = kJoins && item.slot >= 0 && !merge.launched;
-  Tile tile(p, item, rows, (Shared)shared);
-  attend<Tile>(p, item, tile);
-  if (joins) join_parts(p, rows, tile, merge, &launch.merges[item.merge].arrived, (Shared)shared);
+  WorkItem item = launch.items[block_index()];  // there is one, be it left over from another plan
+  const int count = launch.counts[0];
+  if (block_index() >= count) return;
+  if constexpr (!kTurns) {
+    run_item(launch, item, (Shared)shared);
+    return;
+  }
+  const bool turns = count > block_count();
+  while (true) {
+    run_item(launch, item, (Shared)shared);
+    if (!turns) return;
+    barrier();
+    // Every block asks until there is no item left: as often in all as there are items, so the count ends at 0. It asks
+    // when it is done: who works on a long item shall not hold another.
+    if (thread_index() == 0) write_word((Shared)shared, take_around(&launch.counts[4], count - 1));
+    barrier();
+    const int next = block_count() + int(read_word((Shared)shared));
+    barrier();  // before memory serves the next item
+    if (next >= count) return;
+    item = launch.items[next];
+  }
 }

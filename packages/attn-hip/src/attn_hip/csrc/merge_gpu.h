@@ -7,18 +7,31 @@ namespace attn {
 constexpr int kMostMergeDims = 256;
 
 // One row of a tile by a wave: lanes look at kWave chunks side by side for the weights, then at dims for the sums. A
-// lane has `Run` neighbouring dims, and as many again kWave * Run further on, up to D.
-template <int D, int Run>
+// lane has `Run` neighbouring dims, and as many again kWave * Run further on, up to D. Of `Bytes` of shared memory a
+// wave keeps some for what waves join; where lanes have lines, the rest holds partials that are copied there together.
+template <int D, int Run, int Bytes = 0>
 struct WaveMerge {
-  static constexpr int kDims = D / kWave;
+  static constexpr int kDims = D / kWave, kWords = D + 2, kPutBytes = (kWords * 4 + 15) / 16 * 16;
+  static constexpr int kHolds = Bytes > kPutBytes && Run == 4 ? (Bytes - kPutBytes) / (D * 4) : 0;
+  static constexpr int kHeld = kHolds < kWave ? kHolds : kWave, kBatch = kHeld > 0 ? kHeld : kWave;  // chunks
+  static constexpr int kBytes = kHeld > 0 ? Bytes / 16 * 16 : kWords * 4;                            // of a wave
   static constexpr int kChunksAtOnce = Run == 1 ? 4 : 8;  // whose loads are under way together
   float row[kDims] = {}, top = -kInfinity, sum = 0.f;
 
-  // Chunks [begin, end).
-  ATTN_MEMBER void add(const AttendParams& p, const MergeItem& item, int r, int dims, int begin, int end) {
-    for (int first = begin; first < end; first += kWave) {
-      const int i = first + lane_index(), n = least(kWave, end - first);
-      const float lse = i < end ? *global(&p.partial_lse[slot_of(item, i) * p.tile_q + r]) : -kInfinity;
+  // Chunks [begin, end). `mine`: kBytes of this wave, if kHeld.
+  ATTN_MEMBER void add(const AttendParams& p, const MergeItem& item, int r, int dims, int begin, int end,
+                       Shared mine) {
+    const bool holds = kHeld > 0 && dims % Run == 0;
+    for (int first = begin; first < end; first += kBatch) {
+      const int i = first + lane_index(), n = least(kBatch, end - first);
+      const float lse = lane_index() < n ? *global(&p.partial_lse[slot_of(item, i) * p.tile_q + r]) : -kInfinity;
+      if constexpr (kHeld > 0) {
+        if (holds) {
+          for (int k = 0; k < n; k++)
+            hold(mine + kPutBytes + k * (D * 4), p.partial_out + (slot_of(item, first + k) * p.tile_q + r) * dims, dims);
+          close_copies();
+        }
+      }
       const float before = top;
       top = wave_max(lse, top);
       const float base = top == -kInfinity ? 0.f : top, fade = exp2_fast(before - base);
@@ -27,17 +40,23 @@ struct WaveMerge {
       sum = sum * fade;
       ATTN_UNROLL
       for (int j = 0; j < kDims; j++) row[j] *= fade;
+      if constexpr (kHeld > 0) {
+        if (holds) {
+          await_copies<0>();  // each lane reads what it copied
+          ATTN_UNROLL_BY(4)
+          for (int k = 0; k < n; k++) add_held(mine + kPutBytes + k * (D * 4), dims, from_lane(weight, k));
+          continue;
+        }
+      }
       ATTN_UNROLL_BY(kChunksAtOnce)
       for (int k = 0; k < n; k++) {
         const float share = from_lane(weight, k);
-        sum += share;
         add_chunk(p.partial_out + (slot_of(item, first + k) * p.tile_q + r) * dims, dims, share);
       }
     }
   }
 
   // What another wave found for the same row, at `other`, joins in.
-  static constexpr int kWords = D + 2, kBytes = kWords * 4;
   ATTN_MEMBER void put(Shared at) const {
     ATTN_UNROLL
     for (int j = 0; j < kDims; j++) write_word(at + (lane_index() + j * kWave) * 4, bits_as<uint32_t>(row[j]));
@@ -69,6 +88,7 @@ struct WaveMerge {
  private:
   ATTN_MEMBER static int dim(int j) { return (j / Run * kWave + lane_index()) * Run + j % Run; }
   ATTN_MEMBER void add_chunk(const float* out, int dims, float share) {
+    sum += share;
     ATTN_UNROLL
     for (int j = 0; j < kDims; j += Run) {
       if (Run > 1 && dims % Run == 0) {
@@ -82,6 +102,22 @@ struct WaveMerge {
         for (int i = 0; i < Run; i++)
           if (dim(j + i) < dims) row[j + i] = multiply_add(share, global(out)[dim(j + i)], row[j + i]);
       }
+    }
+  }
+  ATTN_MEMBER static void hold(Shared to, const float* out, int dims) {
+    ATTN_UNROLL
+    for (int j = 0; j < kDims; j += Run)
+      if (dim(j) < dims) copy_line(to + dim(j) * 4, out + dim(j), true);
+  }
+  ATTN_MEMBER void add_held(Shared from, int dims, float share) {
+    sum += share;
+    ATTN_UNROLL
+    for (int j = 0; j < kDims; j += Run) {
+      if (dim(j) >= dims) continue;
+      float x[Run];
+      read_partials(x, from + dim(j) * 4);
+      ATTN_UNROLL
+      for (int i = 0; i < Run; i++) row[j + i] = multiply_add(share, x[i], row[j + i]);
     }
   }
   ATTN_MEMBER static int64_t slot_of(const MergeItem& item, int i) {
@@ -116,9 +152,9 @@ ATTN_DEVICE void merge_rows(const AttendParams& p, const MergeItem& item, const 
   if (parts > 1 && r >= count) barrier();  // of the one round there is
   for (; r < count; r += Waves / parts) {
     Merge merge;
-    merge.add(p, item, first + r, dims, part * n, least(part * n + n, item.num_slots));
+    const Shared mine = shared + wave_index() * Merge::kBytes;
+    merge.add(p, item, first + r, dims, part * n, least(part * n + n, item.num_slots), mine);
     if (parts > 1) {
-      const Shared mine = shared + wave_index() * Merge::kBytes;
       if (part > 0) merge.put(mine);
       barrier();
       if (part > 0) return;

@@ -120,12 +120,13 @@ struct AttendParams {
   float reserved_f;
 };
 
-// The one argument, by value, of an attention kernel of a GPU. Block b runs items[b]; the grid covers what a captured
-// plan may have, so a block from counts[0] on returns at once.
+// The one argument, by value, of an attention kernel of a GPU. Block b runs items[b]; a captured grid covers what a plan
+// may have, so a block from counts[0] on returns at once. A grid may be smaller where a kernel takes items in turns
+// (kernels_gpu.cpp): then a block that is done takes the next one that nobody has.
 struct AttendLaunch {
   AttendParams params;
   const WorkItem* items;
-  const int32_t* counts;  // [4] items, merges, slots, KV heads of the widest item
+  int32_t* counts;        // [5] items, merges, slots, KV heads of the widest item; items taken by blocks that were done
   MergeItem* merges;      // for kernels that join partials themselves
 };
 

@@ -119,8 +119,8 @@ class Cutter {
     const double share = double(tokens_ * groups) / in_.workers;
     const bool measured = in_.pace.saturated > 0;
     const Pace pace = measured                        ? in_.pace
-                      : otherwise > 3 * in_.min_chunk ? Pace{kStart, 0, kJoin, in_.workers, 0}
-                                                      : Pace{0, 0, 0, in_.workers, 0};
+                      : otherwise > 3 * in_.min_chunk ? Pace{kStart, 0, kJoin, 0, in_.workers, 0}
+                                                      : Pace{0, 0, 0, 0, in_.workers, 0};
     int64_t best = measured ? kWhole : otherwise, least = duration(tiles, best, pace);
     const auto attempt = [&](int64_t c) {
       if (c == best) return;
@@ -187,7 +187,8 @@ class Cutter {
         workers.push({free.busy + run.size, taken});
         left -= taken;
       }
-    int64_t time = tiles.front().size > c ? pace.join * pace.saturated : 0, past = 0, items = whole;
+    const int64_t parts = ceil_div(tiles.front().size, c);
+    int64_t time = parts > 1 ? (pace.join + pace.gather * parts) * pace.saturated : 0, past = 0, items = whole;
     for (const Run& run : rest) items += run.count;
     // Few blocks that are left over of many may share compute units: about so many are needed to be fast then.
     const int64_t most_workers = in_.pace.saturated ? in_.workers * 5 / 6 : in_.workers;

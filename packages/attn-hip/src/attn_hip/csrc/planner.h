@@ -20,6 +20,7 @@ struct Pace {
   int64_t start;      // an item before its first key
   int64_t part;       // an item more where it writes a partial
   int64_t join;       // once, where any tile is split
+  int64_t gather;     // to that for each partial of the longest tile, where one block reads them all
   int64_t saturated;  // workers that keep the device busy where they are spread: of more, all get slower; 0: not measured
   int64_t spread;     // up to so many items are: each has a compute unit to itself. Of more, most workers are needed
 };
