@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
-from attn_hip import build, cache, device_build, gpu, toolchain, variants
+from attn_hip import build, cache, device_build, gpu, plan, toolchain, variants
 from attn_hip.build import BuildError, NoCompiler
 from attn_hip.device_build import Built, Job
 from attn_hip.variants import Variant
@@ -111,3 +112,18 @@ def test_which_tiles_join_their_partials() -> None:
     assert all(variants.joins_all(v) for v in variants.attend_variants("sm_90") if v.tile_q == 16)
     assert {v.name.split("_")[-2] for v in variants.attend_variants("sm_90") if v.joins == 2} == {"64", "128"}
     assert not any(v.joins for arch in ("gfx942", "gfx950") for v in variants.attend_variants(arch))
+
+
+@pytest.mark.parametrize(("dim", "turns"), [(64, 4), (128, 2), (256, 1)])
+def test_blocks_that_take_turns_are_as_many_as_shared_memory_holds(dim: int, turns: int) -> None:
+    """One block less in all, where a multiprocessor has several; other kernels, and eager plans, get all."""
+    found = {v.name: v for v in variants.attend_variants("sm_90")}
+    plain = found[f"attend_bf16_same_{dim}_16"]
+    assert plain.turns == turns
+    assert {v.turns for v in found.values() if v.tile_q > 16 or "same" not in v.name} == {0}
+    captured = SimpleNamespace(graph=object(), target=SimpleNamespace(num_cus=132))
+    eager = SimpleNamespace(graph=None, target=captured.target)
+    most = 132 * turns - (turns > 1)
+    assert [plan._grid(captured, plain, n) for n in (1, most, most + 1, 5000)] == [1, most, most, most]
+    assert plan._grid(eager, plain, 5000) == 5000
+    assert plan._grid(captured, found["attend_bf16_same_128_64"], 5000) == 5000
