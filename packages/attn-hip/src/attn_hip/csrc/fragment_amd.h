@@ -81,8 +81,15 @@ ATTN_DEVICE T from_lane(T x, int lane) {
     return bits_as<T>(got);
   }
 }
+// The lane's index, as the compiler has not seen it yet: what depends on it is computed where it is needed, be it seldom,
+// and holds no registers until then.
+ATTN_DEVICE int lane_again() {
+  int lane = lane_index();
+  asm volatile("" : "+v"(lane));
+  return lane;
+}
 template <class T>
-ATTN_DEVICE T exchange(T x, int mask) { return from_lane(x, lane_index() ^ mask); }
+ATTN_DEVICE T exchange(T x, int mask) { return from_lane(x, lane_again() ^ mask); }
 ATTN_DEVICE bool any_lane(bool x) { return __builtin_amdgcn_ballot_w64(x) != 0; }
 // Over the lanes that share a row of c.
 ATTN_DEVICE float row_max(float x) {
@@ -207,6 +214,7 @@ struct alignas(2 * N) Frag {  // N elements of one row of a, or one column of b
 
 // Row and column of c that a lane's element (r, c) stands for.
 ATTN_DEVICE int frag_row(int) { return lane_index() & 15; }
+ATTN_DEVICE int frag_row_again(int) { return lane_again() & 15; }
 ATTN_DEVICE int frag_col(int c) { return (lane_index() >> 4) * 4 + c; }
 constexpr int kRun = 4;  // columns of c next to each other in a lane
 

@@ -109,6 +109,7 @@ using FragB = FragA;
 
 // Row and column of c that a lane's element (r, c) stands for.
 ATTN_DEVICE int frag_row(int r) { return (lane_index() >> 2) + 8 * r; }
+ATTN_DEVICE int frag_row_again(int r) { return frag_row(r); }
 ATTN_DEVICE int frag_col(int c) { return (c >> 1) * 8 + (lane_index() & 3) * 2 + (c & 1); }
 constexpr int kRun = 2;  // columns of c next to each other in a lane
 

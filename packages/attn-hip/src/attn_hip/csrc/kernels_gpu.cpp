@@ -30,7 +30,7 @@ using Tile = GpuTile<Element, ATTN_D, kRowBlocks, kWaves, kKeyGroups, ATTN_GENER
 static_assert(Tile::kHeight == ATTN_TILE, "tiles are of the planned height");
 
 // What registers should leave room for: waves of a SIMD, blocks of a multiprocessor.
-constexpr int kSimdWaves = kKeyGroups == kWaves && !ATTN_GENERAL ? (ATTN_D == 64 ? 4 : ATTN_D == 128 ? 3 : 2)
+constexpr int kSimdWaves = kKeyGroups == kWaves && !ATTN_GENERAL ? (ATTN_D <= 128 ? 4 : 2)
                            : ATTN_GENERAL && ATTN_D == 256 && ATTN_TILE == 16 ? 1 : 2;
 constexpr int kBlocks = ATTN_D == 256 ? 1 : ATTN_TILE == 16 && ATTN_D == 64 && !ATTN_GENERAL ? 4 : 2;
 // Few rows, or few partials, are joined by the block that writes the last of them, which saves a launch; more keep more

@@ -299,7 +299,7 @@ class GpuTile {
 
   // The packed row that stands behind row r of a unit; beyond the last, where there is none.
   ATTN_MEMBER int row_at(int u, int r) const {
-    return first_ + u * kUnitRows + r / kFragRows * 16 + frag_row(r % kFragRows);
+    return first_ + u * kUnitRows + r / kFragRows * 16 + frag_row_again(r % kFragRows);
   }
   // Into the output, or as a partial; `whole` is an item for the output where this one is for a partial.
   ATTN_MEMBER void write_unit_row(const AttendParams& p, const Unit& unit, int r, int packed, float left,
