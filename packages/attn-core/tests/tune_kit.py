@@ -8,8 +8,11 @@ from attn_core.measured import Bucket, Cell, Measured, Pair, Scope
 from attn_core.reference import CAPABILITY, ReferenceBackend
 from attn_core.tune import timing
 
+from .cli_kit import attn
+
 torch.set_num_threads(1)
 LAYER = ("--heads", "2/1", "--head-dim", "8", "--dtype", "fp32", "--page-size", "4")
+GRID = ("--q-len", "1,4,16,64", "--kv-len", "64,256", "--batch", "2")
 FACTS = (
     ("kind", "measured"),
     ("source", "a test"),
@@ -88,3 +91,13 @@ def bucket(*steps, batch_size=2, kv_len=64, q_lens=(1, 64)):
 def pair(problem, target, *buckets, candidates=("a/p", "b/p"), origin="t.toml"):
     """A measured pair for a layer and a device."""
     return Pair(candidates, target.arch, target.num_cus, Scope.of(problem), buckets, FACTS, origin)
+
+
+def crossing(q, kv):
+    """b overtakes a from q = 8 on at 64 keys and from 32 on at 256."""
+    return 8e-3 * (2.0 if q < kv // 8 else 0.5)
+
+
+def tune(*args, columns=80):
+    """Run the command on the small layer."""
+    return attn("tune", *LAYER, *args, columns=columns)
