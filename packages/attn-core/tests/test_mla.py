@@ -334,6 +334,17 @@ def test_a_run_that_does_not_fit(at, spoil, text):
         one.run(*parts)
 
 
+@pytest.mark.parametrize(("at", "name"), enumerate(["q_nope", "q_pe", "ckv_cache", "kpe_cache"]))
+def test_a_sparse_part_is_refused(at, name):
+    batch = Batch()
+    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    batch.plan(wrapper)
+    parts = list(batch.parts(joined=False))
+    parts[at] = parts[at].to_sparse()
+    with pytest.raises(TypeError, match=rf"^{name}: needs a dense tensor, got torch.sparse_coo"):
+        wrapper.run(*parts)
+
+
 def test_a_cache_smaller_than_its_page_ids():
     batch, one = Batch(), wrapper()
     batch.plan(one)

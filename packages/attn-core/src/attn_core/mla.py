@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 
 from . import state, tracing
 from .arguments import as_dtype, check_workspace, refuse
-from .checking import flag, whole
+from .checking import dense, flag, whole
 from .errors import needs
 from .graph_buffers import latent_buffers
 from .kv_lengths import batch_of_lengths
@@ -235,8 +235,7 @@ def _check(
     name: str, t: object, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device, code: str
 ) -> int:
     """Return the size of the first dimension of a tensor that is as planned; None there takes any."""
-    if not isinstance(t, torch.Tensor):
-        raise TypeError(needs(name, "a tensor", type(t).__name__, code))
+    t = dense(name, t, code)
     if t.device != device:
         raise ValueError(needs(name, f"a tensor on {device}, as the workspace is", t.device, "core.device"))
     if t.dtype is not dtype:
