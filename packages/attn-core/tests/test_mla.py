@@ -334,7 +334,7 @@ def test_a_run_that_does_not_fit(at, spoil, text):
         one.run(*parts)
 
 
-@pytest.mark.parametrize(("at", "name"), enumerate(["q_nope", "q_pe", "ckv_cache", "kpe_cache"]))
+@pytest.mark.parametrize(("at", "name"), list(enumerate(["q_nope", "q_pe", "ckv_cache", "kpe_cache"])))
 def test_a_sparse_part_is_refused(at, name):
     batch = Batch()
     wrapper = BatchMLAPagedAttentionWrapper(torch.empty(1 << 20, dtype=torch.uint8))
