@@ -194,7 +194,7 @@ def test_workspaces_are_checked():
         decode_wrapper(kv_layout="nhd")
     with pytest.raises(TypeError, match="backend: needs a string"):
         decode_wrapper(backend=None)
-    with pytest.raises(NotImplementedError, match="jit_args"):
+    with pytest.raises(ValueError, match="jit_args"):
         decode_wrapper(jit_args=[1])
 
 

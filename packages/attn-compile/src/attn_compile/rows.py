@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attn_core import attention_sink, cascade, page, quantization, sampling, single, tracing
+from attn_core import cascade, page, quantization, sampling, single, sinks, tracing
 from attn_core.cache_view import CacheView
 from attn_core.mla import BatchMLAPagedAttentionWrapper
 from attn_core.op_table import Arg, OpRow, Role
@@ -97,7 +97,7 @@ RUN_MLA = OpRow(
 ADD_SINK = OpRow(
     "add_sink",
     (Arg("out", "Tensor", Role.INOUT_SMALL), Arg("lse", "Tensor", Role.INOUT_SMALL), Arg("sink")),
-    attention_sink.add_sink,
+    sinks.add_sink,
 )
 """The part of a softmax that an attention sink takes; plain torch rounds it differently when compiled."""
 

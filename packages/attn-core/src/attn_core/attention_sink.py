@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import torch
-from torch.compiler import is_dynamo_compiling
 
-from . import tracing
-from .arguments import MaskBits
-from .batch import HostBatch
-from .errors import needs
-from .options import Dtype, number
+from .options import Dtype
 from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper, KVCache, Result
-from .problem import AttentionProblem
 from .wrapper import returning_lse
 
 
@@ -70,9 +61,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf,
             paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf, backend,
         )  # fmt: skip
-
-    def _asked(self, a: dict[str, Any]) -> tuple[AttentionProblem, HostBatch, MaskBits | None]:
-        return super()._asked({**a, "needs_lse": True})
+        self._with_sink = True
 
     def run(
         self,
@@ -122,58 +111,11 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             ValueError: No plan, or a tensor differs from what was planned.
             NotImplementedError: An argument no backend here has.
         """
-        sink, sm_scale = _sink_and_scale(args, sinks)
-        p = self._planned().query.problem
-        sink = _checked(sink, p.num_qo_heads, self.device)
-        factor = 1.0 if sm_scale is None else number("sm_scale", sm_scale, 1.0) / p.sm_scale
-        if factor != 1.0:
-            q_scale = factor if q_scale is None else factor * q_scale
-        found = super().run(
-            q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse,
-            return_lse=True, enable_pdl=enable_pdl, window_left=window_left, kv_cache_sf=kv_cache_sf,
-            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+        return super().run(
+            q, paged_kv_cache, *args, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse,
+            return_lse=return_lse, enable_pdl=enable_pdl, window_left=window_left, sinks=sinks,
+            kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
             use_fp16_softmax=use_fp16_softmax, uses_spcompress=uses_spcompress,
         )  # fmt: skip
-        assert isinstance(found, tuple)
-        out, lse = found
-        add_sink(out, lse, sink)
-        return (out, lse) if return_lse else out
 
     run_return_lse = returning_lse(run)
-
-
-def add_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> None:
-    """Give a sink its part of attention without one, in place.
-
-    Args:
-        out: ``[rows, num_qo_heads, head_dim_vo]``, updated.
-        lse: float32 ``[rows, num_qo_heads]``, base 2, updated.
-        sink: Floating point ``[num_qo_heads]``, natural exponent.
-    """
-    if is_dynamo_compiling():
-        tracing.call("add_sink", out, lse, sink)
-        return
-    log2_sink = sink.float() * math.log2(math.e)
-    # What is left of the weights once the sink has taken its own; nan where neither has any.
-    kept = torch.sigmoid((lse - log2_sink) * math.log(2.0)).nan_to_num(0.0)
-    out.mul_(kept.unsqueeze(-1))
-    torch.logaddexp2(lse, log2_sink, out=lse)
-
-
-def _sink_and_scale(args: tuple[object, ...], sinks: object) -> tuple[object, object]:
-    given = list(args) if sinks is None else [sinks, *args]
-    if not 1 <= len(given) <= 2:
-        want = "q, paged_kv_cache, sink and at most sm_scale"
-        raise TypeError(needs("run", want, f"{len(given)} after the cache", "core.arguments"))
-    return given[0], given[1] if len(given) == 2 else None
-
-
-def _checked(sink: object, heads: int, device: torch.device) -> torch.Tensor:
-    if not isinstance(sink, torch.Tensor):
-        raise TypeError(needs("sink", "a tensor", type(sink).__name__, "core.sink"))
-    if not sink.is_floating_point() or tuple(sink.shape) != (heads,):
-        got = f"{sink.dtype} {tuple(sink.shape)}"
-        raise ValueError(needs("sink", f"floating point [{heads}], one per query head", got, "core.sink"))
-    if sink.device != device:
-        raise ValueError(needs("sink", f"a tensor on {device}", sink.device, "core.device"))
-    return sink

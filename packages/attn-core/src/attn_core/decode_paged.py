@@ -24,6 +24,7 @@ from .options import (
     merge_legacy,
 )
 from .problem import AttentionProblem, MaskMode, Op, PagedKV
+from .sinks import sink_asked
 from .traced_plan import trace_plan
 from .wrapper import AttentionWrapper, returning_lse
 
@@ -50,7 +51,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         paged_kv_indices_buffer: Graph mode: int32, as many entries as pages ever planned.
         paged_kv_last_page_len_buffer: Graph mode: int32 ``[batch_size]``; fixes the batch size.
         backend: ``auto``, a backend, or a candidate ``backend/path``.
-        jit_args: Not supported.
+        jit_args: None, or the variant ``AttentionSink``, as for paged prefill.
         max_seq_len: Graph mode: longest sequence that will be planned, in tokens.
     """
 
@@ -67,7 +68,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         jit_args: list[Any] | None = None,
         max_seq_len: int | None = None,
     ) -> None:
-        refuse(jit_args=jit_args)
+        self._with_sink = sink_asked(jit_args)
         graph = decode_buffers(
             use_cuda_graph,
             getattr(float_workspace_buffer, "device", None),
@@ -192,7 +193,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             given["sm_scale"],
             given["rope_scale"],
             given["rope_theta"],
-            given["needs_lse"],
+            self._with_sink or given["needs_lse"],
             self._use_tensor_cores,
             split_size(given["fixed_split_size"]),
             given["disable_split_kv"],
@@ -249,7 +250,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             paged_kv_cache: A ``(k, v)`` pair, each ``[pages, page_size, num_kv_heads, head_dim]`` (NHD)
                 or ``[pages, num_kv_heads, page_size, head_dim]`` (HND), strides free and independent;
                 one tensor ``[pages, 2, ...]``; or a :class:`~attn_core.CacheView`. Not written.
-            *args: None are taken.
+            *args: ``sink`` and ``sm_scale`` of the variant ``AttentionSink``, as for paged prefill.
             q_scale: Multiplies q; a number or a one-element tensor, as the next two.
             k_scale: Multiplies k.
             v_scale: Multiplies the output.
@@ -258,7 +259,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             return_lse: Also return the log-sum-exp, base 2; -inf where there is no key.
             enable_pdl: A launch hint of upstream without meaning here; has no effect on results.
             window_left: If given, must be the planned one.
-            sinks: Not supported.
+            sinks: The sink by keyword, where there is one.
             q_len_per_req: If given (deprecated), must be the planned one.
             skip_softmax_threshold_scale_factor: Not supported.
             kv_cache_sf: Not supported.
@@ -270,19 +271,19 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             ValueError: No plan, or a tensor differs from what was planned.
             NotImplementedError: An argument no backend here has.
         """
-        if args:
-            raise TypeError(
-                needs("run", "q and paged_kv_cache by position", f"{len(args)} more", "core.arguments")
-            )
-        if sinks is not None or skip_softmax_threshold_scale_factor is not None or kv_cache_sf is not None:
+        if skip_softmax_threshold_scale_factor is not None or kv_cache_sf is not None:
             refuse(
-                sinks=sinks,
                 skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
                 kv_cache_sf=kv_cache_sf,
             )
         if window_left is not None or q_len_per_req is not None:
             self._check_repeated(window_left, q_len_per_req)
         k, v = unpack(paged_kv_cache, self._kv_layout)
+        if args or sinks is not None or self._with_sink:
+            scales = (q_scale, k_scale, v_scale)
+            return self._run_extra(
+                "q and paged_kv_cache", args, sinks, (q, k, v), out, lse, return_lse, scales
+            )
         return self._run(q, k, v, out, lse, return_lse, q_scale, k_scale, v_scale)
 
     def _check_repeated(self, window_left: int | None, q_len_per_req: int | None) -> None:

@@ -10,11 +10,11 @@ from . import tracing
 from .arguments import MaskBits, check_workspace, refuse, split_size
 from .batch import HostBatch, paged_batch, size_of
 from .cache_view import CacheView, unpack
-from .errors import needs
 from .graph_buffers import paged_buffers
 from .options import Dtype, forward_changes, make_problem
 from .prefill_common import check_lengths, masked_keys, planned_mask
 from .problem import AttentionProblem, Op, PagedKV
+from .sinks import sink_asked
 from .wrapper import AttentionWrapper, returning_lse
 
 KVCache = tuple[torch.Tensor, torch.Tensor] | torch.Tensor | CacheView
@@ -42,8 +42,9 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         custom_mask_buf: Graph mode with a custom mask: uint8, as many bytes as masks ever planned.
         mask_indptr_buf: Graph mode with a custom mask: int32 ``[batch_size + 1]``.
         backend: ``auto``, a backend, or a candidate ``backend/path``.
-        jit_args: Not supported.
-        jit_kwargs: Not supported.
+        jit_args: None, or upstream's description of the variant ``AttentionSink``: ``run()`` then takes
+            ``sink`` and ``sm_scale`` by position. No other variant is served.
+        jit_kwargs: Upstream's flags of the variant; plan() alone decides here.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         jit_args: list[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        refuse(jit_args=jit_args, jit_kwargs=jit_kwargs)
+        self._with_sink = sink_asked(jit_args, jit_kwargs)
         workspace = check_workspace("float_workspace_buffer", float_workspace_buffer)
         graph = paged_buffers(
             use_cuda_graph, workspace.device, qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf,
@@ -174,7 +175,8 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
             Op.PREFILL_PAGED, (a["num_qo_heads"], a["num_kv_heads"]), dims, a["q_data_type"], kv_dtype,
             a["o_data_type"], PagedKV(a["page_size"], self._kv_layout), planned_mask(a, self.device),
             a["pos_encoding_mode"], a["window_left"], a["logits_soft_cap"], a["sm_scale"], a["rope_scale"],
-            a["rope_theta"], a["needs_lse"], True, split_size(a["fixed_split_size"]), a["disable_split_kv"],
+            a["rope_theta"], self._with_sink or a["needs_lse"], True, split_size(a["fixed_split_size"]),
+            a["disable_split_kv"],
         )  # fmt: skip
         size_of("qo_indptr", a["qo_indptr"])  # not a number of rows, which paged_batch() takes too
         batch = paged_batch(
@@ -261,7 +263,8 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         Args:
             q: ``[qo_indptr[-1], num_qo_heads, head_dim_qk]``, any strides.
             paged_kv_cache: As for the decode wrapper. Not written.
-            *args: None are taken.
+            *args: With the variant ``AttentionSink``: ``sink``, float ``[num_qo_heads]``, in units of the
+                scaled logits, and ``sm_scale``, by default the planned one. None otherwise.
             q_scale: Multiplies q; a number or a one-element tensor, as the next two.
             k_scale: Multiplies k.
             v_scale: Multiplies the output.
@@ -270,7 +273,7 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
             return_lse: Also return the log-sum-exp, base 2; -inf where there is no key.
             enable_pdl: A launch hint of upstream without meaning here; has no effect on results.
             window_left: If given, must be the planned one.
-            sinks: Not supported, as the next four.
+            sinks: The sink by keyword, where there is one.
             kv_cache_sf: Not supported.
             skip_softmax_threshold_scale_factor: Not supported.
             use_fp16_softmax: Not supported.
@@ -281,14 +284,10 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
 
         Raises:
             ValueError: No plan, or a tensor differs from what was planned.
+            TypeError: Arguments that are not taken, or a missing sink.
             NotImplementedError: An argument no backend here has.
         """
-        if args:
-            raise TypeError(
-                needs("run", "q and paged_kv_cache by position", f"{len(args)} more", "core.arguments")
-            )
         refuse(
-            sinks=sinks,
             kv_cache_sf=kv_cache_sf,
             use_fp16_softmax=use_fp16_softmax,
             uses_spcompress=uses_spcompress,
@@ -297,6 +296,11 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         if window_left is not None:
             self._check_window(window_left)
         k, v = unpack(paged_kv_cache, self._kv_layout)
+        if args or sinks is not None or self._with_sink:
+            return self._run_extra(
+                "q and paged_kv_cache", args, sinks, (q, k, v), out, lse, return_lse,
+                (q_scale, k_scale, v_scale),
+            )  # fmt: skip
         return self._run(q, k, v, out, lse, return_lse, q_scale, k_scale, v_scale)
 
     run_return_lse = returning_lse(run)

@@ -14,6 +14,7 @@ from .graph_buffers import ragged_buffers
 from .options import Dtype, forward_changes, make_problem
 from .prefill_common import check_lengths, masked_keys, planned_mask
 from .problem import Op, RaggedKV
+from .sinks import sink_asked
 from .wrapper import AttentionWrapper, returning_lse
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -32,8 +33,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         custom_mask_buf: Graph mode with a custom mask: uint8, as many bytes as masks ever planned.
         mask_indptr_buf: Graph mode with a custom mask: int32 ``[batch_size + 1]``.
         backend: ``auto``, a backend, or a candidate ``backend/path``.
-        jit_args: Not supported.
-        jit_kwargs: Not supported.
+        jit_args: As for the paged wrapper.
+        jit_kwargs: As for the paged wrapper.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         jit_args: list[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        refuse(jit_args=jit_args, jit_kwargs=jit_kwargs)
+        self._with_sink = sink_asked(jit_args, jit_kwargs)
         workspace = check_workspace("float_workspace_buffer", float_workspace_buffer)
         graph = ragged_buffers(
             use_cuda_graph, workspace.device, qo_indptr_buf, kv_indptr_buf, custom_mask_buf, mask_indptr_buf
@@ -146,7 +147,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
             (head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo),
             q_data_type, q_data_type if kv_data_type is None else kv_data_type, o_data_type,
             RaggedKV(self._kv_layout), mode, pos_encoding_mode, window_left, logits_soft_cap,
-            sm_scale, rope_scale, rope_theta, needs_lse, True, split_size(fixed_split_size), disable_split_kv,
+            sm_scale, rope_scale, rope_theta, self._with_sink or needs_lse, True,
+            split_size(fixed_split_size), disable_split_kv,
         )  # fmt: skip
         batch = ragged_batch(qo_indptr, kv_indptr, device=self.device, seq_lens=seq_lens)
         check_lengths(batch, seq_lens_q, max_token_per_sequence, max_sequence_kv, self.device)
@@ -174,7 +176,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
             q: ``[qo_indptr[-1], num_qo_heads, head_dim_qk]``, any strides.
             k: ``[>= kv_indptr[-1], num_kv_heads, head_dim_qk]`` (NHD; heads first in HND), any strides.
             v: As ``k``, with ``head_dim_vo``; its strides are its own.
-            *args: None are taken.
+            *args: ``sink`` and ``sm_scale`` of the variant ``AttentionSink``, as for the paged wrapper.
             q_scale: Multiplies q; a number or a one-element tensor, as the next two.
             k_scale: Multiplies k.
             v_scale: Multiplies the output.
@@ -192,8 +194,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
             ValueError: No plan, or a tensor differs from what was planned.
             NotImplementedError: An argument no backend here has.
         """
-        if args:
-            raise TypeError(needs("run", "q, k and v by position", f"{len(args)} more", "core.arguments"))
         refuse(o_scale=o_scale, kv_cache_sf=kv_cache_sf)
         for name, t in (("k", k), ("v", v)):
             if not isinstance(t, torch.Tensor) or t.ndim != 3:
@@ -202,6 +202,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
                 )
         if self._kv_layout == "HND":
             k, v = k.transpose(0, 1), v.transpose(0, 1)
+        if args or self._with_sink:
+            scales = (q_scale, k_scale, v_scale)
+            return self._run_extra("q, k and v", args, None, (q, k, v), out, lse, return_lse, scales)
         return self._run(q, k, v, out, lse, return_lse, q_scale, k_scale, v_scale)
 
     run_return_lse = returning_lse(run)

@@ -11,7 +11,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from . import capture, state, tracing
-from .arguments import check_workspace
+from .arguments import check_workspace, refuse
 from .backend import RunIO
 from .checking import device_of, flag, whole
 from .engine_view import EngineView
@@ -19,11 +19,15 @@ from .errors import needs
 from .planner import check_bytes
 from .problem import MaskMode
 from .route import AUTO, RouteDecision
+from .sinks import add_sink, sink_and_scale
 from .state import PlanState
 
 
 class AttentionWrapper(EngineView):
     """Base of the public wrappers."""
+
+    _with_sink = False
+    """Whether run() takes an attention sink, and every plan serves its log-sum-exp."""
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -132,6 +136,32 @@ class AttentionWrapper(EngineView):
             self._refuse_eager_capture()
         s.decision.backend.run(s.launch, s.image, io)
         return (out, lse) if return_lse and lse is not None else out
+
+    def _run_extra(
+        self,
+        what: str,
+        args: tuple[object, ...],
+        sinks: torch.Tensor | None,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        return_lse: bool,
+        scales: tuple[state.Scale | None, state.Scale | None, state.Scale | None],
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Run with what came behind q and the cache: the sink and the scale of the variant with a sink."""
+        if not self._with_sink:
+            refuse(sinks=sinks)
+            raise TypeError(needs("run", f"{what} by position", f"{len(args)} more", "core.arguments"))
+        p = self._planned().query.problem
+        args = args if sinks is None else (sinks, *args)
+        sink, factor = sink_and_scale(args, p.num_qo_heads, self.device, p.sm_scale)
+        q_scale, k_scale, v_scale = scales
+        if factor != 1.0:
+            q_scale = factor if q_scale is None else factor * q_scale
+        found = self._run(*tensors, out, lse, True, q_scale, k_scale, v_scale)
+        assert isinstance(found, tuple)
+        add_sink(*found, sink)
+        return found if flag("return_lse", return_lse) else found[0]
 
     def _traced_run(
         self,
