@@ -42,9 +42,10 @@ class PODWithPagedKVCacheWrapper:
         jit_args: list[object] | None = None,
         backend: str = "auto",
     ) -> None:
+        refuse(jit_args=jit_args)
         self._decode = BatchDecodeWithPagedKVCacheWrapper(
             float_workspace_buffer, kv_layout, use_cuda_graph, True, paged_kv_indptr_buffer,
-            paged_kv_indices_buffer, paged_kv_last_page_len_buffer, backend, jit_args,
+            paged_kv_indices_buffer, paged_kv_last_page_len_buffer, backend,
         )  # fmt: skip
         self._requested = backend
 
