@@ -73,8 +73,7 @@ def check_workspace(name: str, buffer: object) -> torch.Tensor:
         TypeError: Not a tensor.
         ValueError: Not contiguous, or not aligned to 16 bytes.
     """
-    if not isinstance(buffer, torch.Tensor):
-        raise TypeError(needs(name, "a tensor", type(buffer).__name__, "core.workspace"))
+    buffer = dense(name, buffer, "core.workspace")
     if not buffer.is_contiguous():
         raise ValueError(needs(name, "a contiguous tensor", f"strides {buffer.stride()}", "core.workspace"))
     if buffer.numel() and buffer.device.type != "meta" and buffer.data_ptr() % 16:

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 
 from . import capture
-from .checking import check_reach
+from .checking import check_reach, dense
 from .errors import needs
 
 INT32_MAX = 2**31 - 1
@@ -209,9 +209,7 @@ def size_of(name: str, tensor: torch.Tensor) -> int:
 
 def check_index(name: str, tensor: object, device: torch.device) -> None:
     """Refuse what is no 1-D index tensor on the CPU or on a device of this kind."""
-    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-        got = getattr(tensor, "layout", type(tensor).__name__)
-        raise TypeError(needs(name, "an int32 tensor", got, "core.index-type"))
+    tensor = dense(name, tensor, "core.index-type")
     if tensor.dtype not in INDEX_DTYPES:
         raise TypeError(needs(name, "dtype int32 (int64 is converted)", tensor.dtype, "core.index-type"))
     if tensor.ndim != 1:

@@ -21,15 +21,23 @@ def flag(name: str, value: object) -> bool:
 
 
 def dense(name: str, value: object, code: str) -> torch.Tensor:
-    """Return a tensor that has strides.
+    """Return a tensor whose memory holds its values, at strides.
 
     Raises:
-        TypeError: Not a tensor, or a sparse one.
+        TypeError: Not a tensor, a sparse or nested one, or a view that negates or conjugates when it is read.
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(needs(name, "a tensor", type(value).__name__, code))
     if value.layout is not torch.strided:
         raise TypeError(needs(name, "a dense tensor", value.layout, code))
+    if torch.compiler.is_compiling():
+        return value  # a graph has no views that are read in another way
+    if value.is_nested:
+        raise TypeError(needs(name, "a dense tensor", "a nested one", code))
+    if value.is_neg() or value.is_conj():
+        view = "negated" if value.is_neg() else "conjugated"
+        want = "a tensor that holds its values (resolve_neg() or resolve_conj() makes one)"
+        raise TypeError(needs(name, want, f"a {view} view", code))
     return value
 
 

@@ -12,6 +12,7 @@ from . import notices, plugins, tracing
 from .backend import AppendBackend, AppendIO
 from .batch import INDEX_DTYPES, INT32_MAX, BatchShape, first_true, narrow
 from .cache_view import CacheView, unpack
+from .checking import dense
 from .errors import needs
 from .not_here import refusing
 from .page_indices import get_batch_indices_positions, get_seq_lens
@@ -174,9 +175,9 @@ def check_rows(key: torch.Tensor, value: torch.Tensor, k: torch.Tensor, v: torch
     """Return the number of rows; raise where rows and cache do not fit together. Looks at no value."""
     heads_at = 2 if order == "NHD" else 1
     for name, rows, cache in (("append_key", key, k), ("append_value", value, v)):
-        if not isinstance(rows, torch.Tensor) or rows.ndim != 3:
-            got = tuple(rows.shape) if isinstance(rows, torch.Tensor) else type(rows).__name__
-            raise ValueError(needs(name, "a 3-D tensor", got, "core.append-shape"))
+        if dense(name, rows, "core.append-shape").ndim != 3:
+            raise ValueError(needs(name, "a 3-D tensor", tuple(rows.shape), "core.append-shape"))
+        dense("paged_kv_cache", cache, "core.cache-shape")
         want = (cache.shape[heads_at], cache.shape[3])
         if tuple(rows.shape[1:]) != want:
             raise ValueError(

@@ -185,7 +185,7 @@ class AttentionWrapper(EngineView):
         plain = q.__class__ is torch.Tensor
         if not plain or q.shape != s.q_shape or q.dtype is not s.q_dtype or q.device != device:
             state.check_q(s, q)
-        if q.is_sparse or k.is_sparse or v.is_sparse:
+        if not q.layout is k.layout is v.layout is torch.strided or q.is_neg() or k.is_neg() or v.is_neg():
             state.check_dense(q, k, v)
         shape = k.shape
         if shape[1:] != s.kv_tail or shape[0] < rows or k.dtype is not s.kv_dtype or k.device != device:
