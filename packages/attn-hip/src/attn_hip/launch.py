@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from attn_core.backend import AppendIO, DeviceImage, RunIO, SamplingIO
-from attn_core.errors import Unsupported
+from attn_core.errors import Unsupported, needs
 from attn_core.problem import AttentionProblem, MaskMode, PosEncoding
 from attn_core.reasons import Reason
 
@@ -58,6 +58,9 @@ def run(launch: Launch, image: DeviceImage, io: RunIO) -> None:
     """Run a plan. Writes ``io.out`` and ``io.lse``; uses ``io.workspace``.
 
     Takes torch's number of threads, with the caller among them; releases the interpreter's lock meanwhile.
+
+    Raises:
+        ValueError: A tensor has no memory.
     """
     out, lse = io.out, io.lse
     if (out.stride(2) != 1 and out.shape[2] > 1) or (lse is not None and not lse.is_contiguous()):
@@ -66,21 +69,45 @@ def run(launch: Launch, image: DeviceImage, io: RunIO) -> None:
     q, k, v = io.q, io.k, io.v
     paged, masked = "kv_indices" in image, "custom_mask" in image
     items, merges = image["items"], image["merges"]
-    floats, pointers = _NEUTRAL
+    floats, scale_pointers = _NEUTRAL
     q_scale, k_scale, v_scale = io.q_scale, io.k_scale, io.v_scale
     if not neutral(q_scale, k_scale, v_scale):
-        floats, pointers = scales_of(q_scale, k_scale, v_scale)
+        floats, scale_pointers = scales_of(q_scale, k_scale, v_scale)
+    at = pointers(io)
     launch.kernel.run(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(),
-        q.stride(), k.stride(), v.stride(), out.stride(),
+        *at[:5], q.stride(), k.stride(), v.stride(), out.stride(),
         image["qo_indptr"].data_ptr(), image["kv_indptr"].data_ptr(),
         image["kv_indices"].data_ptr() if paged else 0, image["kv_len"].data_ptr(),
         image["custom_mask"].data_ptr() if masked else 0, image["mask_indptr"].data_ptr() if masked else 0,
         items.data_ptr(), merges.data_ptr(), image["counts"].data_ptr(),
         items.shape[0] // _ITEM_WORDS, merges.shape[0] // _ITEM_WORDS,
-        0 if io.workspace is None else io.workspace.data_ptr(), launch.slots, launch.tile_q,
-        *floats, *pointers, torch.get_num_threads(),
+        at[5], launch.slots, launch.tile_q, *floats, *scale_pointers, torch.get_num_threads(),
     )  # fmt: skip
+
+
+def pointers(io: RunIO) -> tuple[int, int, int, int, int, int]:
+    """Return where q, k, v, out, lse and workspace are; 0 for what there is none of.
+
+    Raises:
+        ValueError: A tensor has no memory.
+    """
+    lse, workspace = io.lse, io.workspace
+    found = (
+        io.q.data_ptr(), io.k.data_ptr(), io.v.data_ptr(), io.out.data_ptr(),
+        0 if lse is None else lse.data_ptr(), 0 if workspace is None else workspace.data_ptr(),
+    )  # fmt: skip
+    if 0 in found:
+        check_memory(io, "q", "k", "v", "out", "lse", "workspace")
+    return found
+
+
+def check_memory(io: object, *names: str) -> None:
+    """Raise ValueError for a tensor with elements and no memory behind them, which a kernel would fault on."""
+    for name in names:
+        tensor = getattr(io, name)
+        if tensor is not None and tensor.numel() and not tensor.data_ptr():
+            got = "none: its storage was freed, or it is a fake tensor"
+            raise ValueError(needs(name, "memory behind its elements", got, "fa2.memory"))
 
 
 Scales = tuple[list[float], list[int]]
@@ -147,6 +174,7 @@ def append_params(
 ) -> Any:
     """Return the parameters of an append as native code takes them."""
     k, v = io.k, io.v
+    check_memory(io, *(field.name for field in fields(io)))
     return native.Append(
         key.data_ptr(), value.data_ptr(), k.data_ptr(), v.data_ptr(),
         io.batch_indices.data_ptr(), io.positions.data_ptr(),
@@ -165,6 +193,7 @@ def sample(native: Any, io: SamplingIO) -> None:
 def sample_params(native: Any, io: SamplingIO) -> Any:
     """Return the parameters of an acceptance step as native code takes them."""
     draft, target = io.draft_probs, io.target_probs
+    check_memory(io, *(field.name for field in fields(io)))
     return native.Sample(
         draft.data_ptr(), target.data_ptr(), io.draft_token_ids.data_ptr(), io.seed.data_ptr(),
         io.offset.data_ptr(), io.tokens.data_ptr(), io.accepted.data_ptr(), io.emitted.data_ptr(),

@@ -20,6 +20,7 @@ from .launch import (
     append_params,
     append_rows,
     neutral,
+    pointers,
     run_strided,
     sample_params,
     scales_of,
@@ -127,23 +128,22 @@ def run(launch: GpuLaunch, image: DeviceImage, io: RunIO) -> None:
 
     Raises:
         RuntimeError: The driver refused the launch; the text is its own.
+        ValueError: A tensor has no memory.
     """
-    out, lse, workspace = io.out, io.lse, io.workspace
+    out, lse = io.out, io.lse
     if (out.stride(2) != 1 and out.shape[2] > 1) or (lse is not None and not lse.is_contiguous()):
         run_strided(lambda dense: run(launch, image, dense), io)
         return
     q, k, v = io.q, io.k, io.v
     plan = launch.bind(image)
     tensors = (
-        _stream(q), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
-        0 if lse is None else lse.data_ptr(), 0 if workspace is None else workspace.data_ptr(),
-        q.stride(), k.stride(), v.stride(), out.stride(),
+        _stream(q), *pointers(io), q.stride(), k.stride(), v.stride(), out.stride(),
     )  # fmt: skip
     if neutral(io.q_scale, io.k_scale, io.v_scale):
         error = plan.run(*tensors)
     else:
-        floats, pointers = scales_of(io.q_scale, io.k_scale, io.v_scale)
-        error = plan.run_scaled(*tensors, *floats, *pointers)
+        floats, scale_pointers = scales_of(io.q_scale, io.k_scale, io.v_scale)
+        error = plan.run_scaled(*tensors, *floats, *scale_pointers)
     if error:
         raise _refused(launch.attend, error)
 
