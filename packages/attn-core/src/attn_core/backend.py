@@ -120,7 +120,7 @@ class AppendIO:
         value: ``[nnz, num_kv_heads, head_dim_vo]``.
         k: Cache pages in the problem's layout.
         v: Cache pages.
-        batch_indices: ``[nnz]`` int32, request of each row; -1 skips the row.
+        batch_indices: ``[nnz]`` int32, contiguous as all that follow: request of each row; -1 skips the row.
         positions: ``[nnz]`` int32, position of each row in its request.
         kv_indices: Page ids, int32.
         kv_indptr: ``[batch_size + 1]`` int32, in pages.

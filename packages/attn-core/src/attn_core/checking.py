@@ -25,6 +25,7 @@ def dense(name: str, value: object, code: str) -> torch.Tensor:
 
     Raises:
         TypeError: Not a tensor, a sparse or nested one, or a view that negates or conjugates when it is read.
+        ValueError: Its storage was freed.
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(needs(name, "a tensor", type(value).__name__, code))
@@ -38,6 +39,8 @@ def dense(name: str, value: object, code: str) -> torch.Tensor:
         view = "negated" if value.is_neg() else "conjugated"
         want = "a tensor that holds its values (resolve_neg() or resolve_conj() makes one)"
         raise TypeError(needs(name, want, f"a {view} view", code))
+    if not value.untyped_storage().nbytes() and value.numel() and value.device.type != "meta":
+        raise ValueError(needs(name, "memory behind its elements", "none: its storage was freed", code))
     return value
 
 

@@ -206,9 +206,8 @@ def _check_other(v_name: str, v: torch.Tensor, s_name: str, s: torch.Tensor, *, 
 
 
 def _check_mask(mask: torch.Tensor, v: torch.Tensor) -> None:
-    if not isinstance(mask, torch.Tensor) or mask.dtype not in (torch.bool, torch.uint8):
-        got = getattr(mask, "dtype", type(mask).__name__)
-        raise TypeError(needs("mask", "bool or uint8", got, "core.merge-mask"))
+    if dense("mask", mask, "core.merge-mask").dtype not in (torch.bool, torch.uint8):
+        raise TypeError(needs("mask", "bool or uint8", mask.dtype, "core.merge-mask"))
     if mask.shape != v.shape[:1]:
         raise ValueError(needs("mask", f"shape ({v.shape[0]},)", tuple(mask.shape), "core.merge-mask"))
     if mask.device != v.device:

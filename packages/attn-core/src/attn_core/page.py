@@ -121,9 +121,7 @@ def append_paged_mla_kv_cache(
     parts = (("append_ckv", append_ckv, 2), ("append_kpe", append_kpe, 2))
     caches = (("ckv_cache", ckv_cache, 3), ("kpe_cache", kpe_cache, 3))
     for name, t, ndim in (*parts, *caches):
-        if not isinstance(t, torch.Tensor):
-            raise TypeError(needs(name, "a tensor", type(t).__name__, "core.append-shape"))
-        if t.ndim != ndim:
+        if dense(name, t, "core.append-shape").ndim != ndim:
             raise ValueError(needs(name, f"a {ndim}-D tensor", tuple(t.shape), "core.append-shape"))
     if is_dynamo_compiling():
         tracing.call(
@@ -198,13 +196,14 @@ def check_rows(key: torch.Tensor, value: torch.Tensor, k: torch.Tensor, v: torch
 
 
 def _index(name: str, index: object, device: torch.device) -> torch.Tensor:
-    if not isinstance(index, torch.Tensor) or index.dtype not in INDEX_DTYPES:
-        got = getattr(index, "dtype", type(index).__name__)
-        raise TypeError(needs(name, "an int32 tensor (int64 is converted)", got, "core.index-type"))
+    index = dense(name, index, "core.index-type")
+    if index.dtype not in INDEX_DTYPES:
+        raise TypeError(needs(name, "an int32 tensor (int64 is converted)", index.dtype, "core.index-type"))
     if index.ndim != 1:
         raise ValueError(needs(name, "a 1-D tensor", f"shape {tuple(index.shape)}", "core.index-shape"))
     if index.device != device:
         raise ValueError(needs(name, f"a tensor on {device}, as the cache is", index.device, "core.device"))
+    index = index.contiguous()  # backends read it as it lies
     if device.type == "cpu":
         return narrow(name, index)
     # A device's values are not looked at; one that is too large has to stay so, for its row to be skipped.

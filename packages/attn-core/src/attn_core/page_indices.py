@@ -173,6 +173,8 @@ def _check_out(name: str, out: torch.Tensor, nnz: int, device: torch.device) -> 
         raise ValueError(needs(name, f"shape ({nnz},)", tuple(out.shape), "core.append-out"))
     if out.device != device:
         raise ValueError(needs(name, f"the device of append_indptr, {device}", out.device, "core.append-out"))
+    if nnz > 1 and out.stride(0) == 0:
+        raise ValueError(needs(name, "distinct memory for every element", "stride 0", "core.append-out"))
 
 
 def _check_count(nnz: int) -> int:

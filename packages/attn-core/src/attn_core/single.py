@@ -12,7 +12,7 @@ from . import capture, plugins, tracing
 from .arguments import as_dtype, mask_bits, refuse
 from .batch import single_batch
 from .capability import GraphSupport
-from .checking import backend_name
+from .checking import backend_name, dense
 from .errors import needs
 from .options import Dtype, make_problem
 from .prefill_common import mask_mode
@@ -128,9 +128,8 @@ def single_decode_with_kv_cache(
         RuntimeError: Captured without an earlier call, or with a kernel that cannot be.
         NotImplementedError: No backend serves the combination.
     """
-    if not isinstance(q, torch.Tensor) or q.ndim != 2:
-        got = tuple(q.shape) if isinstance(q, torch.Tensor) else type(q).__name__
-        raise ValueError(needs("q", "shape [num_qo_heads, head_dim]", got, "core.q-shape"))
+    if dense("q", q, "core.q-shape").ndim != 2:
+        raise ValueError(needs("q", "shape [num_qo_heads, head_dim]", tuple(q.shape), "core.q-shape"))
     if is_dynamo_compiling():
         return tracing.call(  # type: ignore[no-any-return]
             "single", (q_scale, k_scale, v_scale), q, k, v, None, return_lse, None, None, "decode", False,

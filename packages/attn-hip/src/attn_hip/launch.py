@@ -102,7 +102,7 @@ def pointers(io: RunIO) -> tuple[int, int, int, int, int, int]:
 
 
 def check_memory(io: object, *names: str) -> None:
-    """Raise ValueError for a tensor with elements and no memory behind them, which a kernel would fault on."""
+    """Raise ValueError for a tensor with elements and no memory behind them: a kernel would fault."""
     for name in names:
         tensor = getattr(io, name)
         if tensor is not None and tensor.numel() and not tensor.data_ptr():
