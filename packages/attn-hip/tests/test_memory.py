@@ -1,0 +1,52 @@
+"""Tensors that kernels cannot read, seen before a kernel faults on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import attn_core
+
+HEADS, DIM, PAGE = 2, 64, 16
+
+
+def freed(t: torch.Tensor) -> torch.Tensor:
+    t = t.clone()
+    t.untyped_storage().resize_(0)
+    return t
+
+
+def fake(t: torch.Tensor) -> torch.Tensor:
+    return FakeTensorMode().from_tensor(t)
+
+
+def i32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
+@pytest.mark.parametrize("change", [freed, fake])
+@pytest.mark.parametrize("name", ["q", "k", "v", "out", "lse"])
+def test_a_tensor_without_memory_is_refused(name: str, change: Any) -> None:
+    wrapper = attn_core.BatchDecodeWithPagedKVCacheWrapper(
+        torch.zeros(1 << 20, dtype=torch.uint8), backend="fa2"
+    )
+    wrapper.plan(i32(0, 2), i32(1, 0), i32(3), HEADS, HEADS, DIM, PAGE, q_data_type=torch.float32)
+    tensors = {
+        "q": torch.randn(1, HEADS, DIM), "k": torch.randn(2, PAGE, HEADS, DIM),
+        "v": torch.randn(2, PAGE, HEADS, DIM),
+        "out": torch.zeros(1, HEADS, DIM), "lse": torch.zeros(1, HEADS),
+    }  # fmt: skip
+    right = dict(tensors)
+
+    def run(t: dict[str, torch.Tensor]) -> Any:
+        return wrapper.run(t["q"], (t["k"], t["v"]), out=t["out"], lse=t["lse"], return_lse=True)
+
+    tensors[name] = change(tensors[name])
+    with pytest.raises(ValueError, match=f"{name}: needs memory behind its elements"):
+        run(tensors)
+    assert not right["out"].any()
+    assert run(right)[0].abs().sum() > 0
