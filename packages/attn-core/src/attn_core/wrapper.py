@@ -181,12 +181,12 @@ class AttentionWrapper(EngineView):
 
     def _check(self, s: PlanState, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Compare with the plan; the slow functions that say what is wrong run only when something is."""
-        if not q.layout is k.layout is v.layout is torch.strided or q.is_neg() or k.is_neg() or v.is_neg():
-            state.check_dense(q, k, v)
         device, rows = s.device, s.min_rows or 0
         plain = q.__class__ is torch.Tensor
         if not plain or q.shape != s.q_shape or q.dtype is not s.q_dtype or q.device != device:
             state.check_q(s, q)
+        if not q.layout is k.layout is v.layout is torch.strided or q.is_neg() or k.is_neg() or v.is_neg():
+            state.check_dense(q, k, v)
         shape = k.shape
         if shape[1:] != s.kv_tail or shape[0] < rows or k.dtype is not s.kv_dtype or k.device != device:
             state.check_kv(s, "k", k, s.kv_tail)
