@@ -209,7 +209,7 @@ def size_of(name: str, tensor: torch.Tensor) -> int:
 
 def check_index(name: str, tensor: object, device: torch.device) -> None:
     """Refuse what is no 1-D index tensor on the CPU or on a device of this kind."""
-    tensor = dense(name, tensor, "core.index-type")
+    tensor = dense(name, tensor, "core.index-type", "an int32 tensor")
     if tensor.dtype not in INDEX_DTYPES:
         raise TypeError(needs(name, "dtype int32 (int64 is converted)", tensor.dtype, "core.index-type"))
     if tensor.ndim != 1:

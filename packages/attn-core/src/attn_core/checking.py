@@ -20,7 +20,7 @@ def flag(name: str, value: object) -> bool:
     raise TypeError(needs(name, "True or False", type(value).__name__, "core.flag"))
 
 
-def dense(name: str, value: object, code: str) -> torch.Tensor:
+def dense(name: str, value: object, code: str, wanted: str = "a tensor") -> torch.Tensor:
     """Return a tensor whose memory holds its values, at strides.
 
     Raises:
@@ -28,7 +28,7 @@ def dense(name: str, value: object, code: str) -> torch.Tensor:
         ValueError: Its storage was freed.
     """
     if not isinstance(value, torch.Tensor):
-        raise TypeError(needs(name, "a tensor", type(value).__name__, code))
+        raise TypeError(needs(name, wanted, type(value).__name__, code))
     if value.layout is not torch.strided:
         raise TypeError(needs(name, "a dense tensor", value.layout, code))
     if torch.compiler.is_compiling():

@@ -173,7 +173,7 @@ def check_rows(key: torch.Tensor, value: torch.Tensor, k: torch.Tensor, v: torch
     """Return the number of rows; raise where rows and cache do not fit together. Looks at no value."""
     heads_at = 2 if order == "NHD" else 1
     for name, rows, cache in (("append_key", key, k), ("append_value", value, v)):
-        if dense(name, rows, "core.append-shape").ndim != 3:
+        if dense(name, rows, "core.append-shape", "a 3-D tensor").ndim != 3:
             raise ValueError(needs(name, "a 3-D tensor", tuple(rows.shape), "core.append-shape"))
         dense("paged_kv_cache", cache, "core.cache-shape")
         want = (cache.shape[heads_at], cache.shape[3])
@@ -196,7 +196,7 @@ def check_rows(key: torch.Tensor, value: torch.Tensor, k: torch.Tensor, v: torch
 
 
 def _index(name: str, index: object, device: torch.device) -> torch.Tensor:
-    index = dense(name, index, "core.index-type")
+    index = dense(name, index, "core.index-type", "an int32 tensor")
     if index.dtype not in INDEX_DTYPES:
         raise TypeError(needs(name, "an int32 tensor (int64 is converted)", index.dtype, "core.index-type"))
     if index.ndim != 1:
