@@ -50,3 +50,25 @@ def test_a_tensor_without_memory_is_refused(name: str, change: Any) -> None:
         run(tensors)
     assert not right["out"].any()
     assert run(right)[0].abs().sum() > 0
+
+
+INDICES = {
+    "batch_indices": i32(0, 1, 1), "positions": i32(17, 0, 2), "kv_indices": i32(2, 0, 1),
+    "kv_indptr": i32(0, 2, 3), "kv_last_page_len": i32(2, 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_index_arrays_of_an_append_may_have_strides(name: str) -> None:
+    """The kernel reads them as they lie in memory."""
+    key, value = torch.randn(2, 3, HEADS, DIM, generator=torch.Generator().manual_seed(1))
+
+    def append(indices: dict[str, torch.Tensor]) -> torch.Tensor:
+        cache = torch.zeros(3, 2, PAGE, HEADS, DIM)
+        attn_core.append_paged_kv_cache(key, value, paged_kv_cache=cache, **indices, backend="fa2")
+        return cache
+
+    array = INDICES[name]
+    strided = torch.stack([array, torch.zeros_like(array)], dim=1)[:, 0]
+    assert not strided.is_contiguous()
+    assert torch.equal(append({**INDICES, name: strided}), append(INDICES))
