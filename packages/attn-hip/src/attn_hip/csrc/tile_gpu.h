@@ -15,7 +15,6 @@
 #include "stage_gpu.h"
 
 namespace attn {
-
 template <class T>
 struct OneRow : T {
   static constexpr int kRows = 1;
