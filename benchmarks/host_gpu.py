@@ -19,9 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from gpu import Ours  # type: ignore[import-not-found]
 
-from attn_core.decode import BatchDecodeWithPagedKVCacheWrapper
-from attn_core.prefill import BatchPrefillWithPagedKVCacheWrapper
 from attn_core.route import choose
 
 HEADS, KV_HEADS, DIM, PAGE, KV_LEN, TYPE = 32, 8, 128, 16, 64, torch.bfloat16
@@ -94,7 +93,7 @@ def row(op: str, batch_size: int, q_len: int, peer: Any) -> dict[str, object]:
             made.plan(qo, indptr, indices.to(device), last, *heads, causal=True, **types)
         return made
 
-    ours, out = planned(Ours), torch.empty_like(q)
+    ours, out = planned(Ours()), torch.empty_like(q)
     calls: dict[str, Call] = {"fa2": lambda: ours.run(q, cache, out=out)}
     calls |= stages(ours, q, cache, out)
     x, y, z = (torch.ones(8, device=device) for _ in range(3))
@@ -116,13 +115,6 @@ def row(op: str, batch_size: int, q_len: int, peer: Any) -> dict[str, object]:
     facts["python"] = round(us["fa2"] - us["native call"], 2) if "native call" in us else None
     facts["ratio"] = round(us["fa2"] / us["FlashInfer"], 3) if peer is not None else None
     return facts
-
-
-class Ours:
-    """The wrappers' names where FlashInfer has them."""
-
-    BatchDecodeWithPagedKVCacheWrapper = BatchDecodeWithPagedKVCacheWrapper
-    BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper
 
 
 def main() -> None:

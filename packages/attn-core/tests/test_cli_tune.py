@@ -18,7 +18,7 @@ from attn_core.thresholds import Thresholds
 
 from .cli_kit import SHORT, attn
 from .test_thresholds import row
-from .tune_kit import GRID, LAYER, Clock, Timed, crossing, install, tune
+from .tune_kit import GRID, LAYER, Clock, Timed, crossing, install, install_two, tune
 
 
 @pytest.fixture
@@ -42,10 +42,7 @@ def picture():
 @pytest.fixture
 def two(monkeypatch):
     """a costs 8 ms, b crosses it."""
-    clock = Clock()
-    found = Timed("a", clock, lambda q, kv: 8e-3), Timed("b", clock, crossing, rank=20)
-    install(monkeypatch, clock, *found)
-    return found
+    return install_two(monkeypatch)
 
 
 def test_it_writes_what_it_measured_and_routing_follows(two, out, monkeypatch):

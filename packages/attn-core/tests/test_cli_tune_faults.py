@@ -9,7 +9,7 @@ from attn_core.capability import Capability
 from attn_core.cli import tune_plot
 from attn_core.problem import Op
 
-from .tune_kit import GRID, Clock, Timed, crossing, install, tune
+from .tune_kit import GRID, Clock, Timed, crossing, install, install_two, tune
 
 
 @pytest.fixture
@@ -26,10 +26,7 @@ def _no_picture(monkeypatch):
 @pytest.fixture
 def two(monkeypatch):
     """a costs 8 ms, b crosses it."""
-    clock = Clock()
-    found = Timed("a", clock, lambda q, kv: 8e-3), Timed("b", clock, crossing, rank=20)
-    install(monkeypatch, clock, *found)
-    return found
+    return install_two(monkeypatch)
 
 
 def refused(*args, code=2):

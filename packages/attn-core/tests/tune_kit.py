@@ -101,3 +101,11 @@ def crossing(q, kv):
 def tune(*args, columns=80):
     """Run the command on the small layer."""
     return attn("tune", *LAYER, *args, columns=columns)
+
+
+def install_two(monkeypatch):
+    """Install a, which costs 8 ms, and b, which crosses it; returns both."""
+    clock = Clock()
+    found = Timed("a", clock, lambda q, kv: 8e-3), Timed("b", clock, crossing, rank=20)
+    install(monkeypatch, clock, *found)
+    return found
