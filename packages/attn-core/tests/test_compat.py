@@ -63,6 +63,26 @@ with flashinfer.autotune(True):
     pass
 for part in ("fused_moe", "comm", "autotuner", "nonsense"):  # found means installed, to programs that look
     assert find_spec("flashinfer." + part) is None
+    try:
+        __import__("flashinfer." + part)
+    except ModuleNotFoundError as error:
+        assert error.name == "flashinfer." + part
+        assert f"flashinfer.{part}: needs a module of attention: attention, cascade, decode" in str(error)
+        assert "core.not-here" in str(error)
+    else:
+        raise SystemExit(f"{part} was imported")
+try:
+    from flashinfer import comm
+except ImportError as error:
+    assert "comm" in str(error)
+else:
+    raise SystemExit("comm was imported")
+from flashinfer.activation import gen_act_and_mul_module, get_act_and_mul_module
+from flashinfer.attention._core import get_holistic_attention_module
+from flashinfer.page import gen_page_module, get_page_module
+from flashinfer.jit import gen_customize_single_decode_module
+assert build_jit_specs([gen_act_and_mul_module("silu")]) is None and gen_page_module().name
+assert flashinfer.quantization.packbits(torch.ones(9, dtype=torch.bool)).tolist() == [255, 128]
 assert get_seq_lens is attn_core.get_seq_lens
 assert _get_range_buf(3, "cpu").tolist() == [0, 1, 2]
 assert build_jit_specs([gen_pod_module(1, x=2)]) is None and isinstance(gen_pod_module(), JitSpec)
@@ -71,7 +91,9 @@ assert MaskMode.CUSTOM.value == 2 and flashinfer.utils.next_positive_power_of_2(
 assert get_alibi_slopes(2).tolist() == [2**-4, 2**-8]
 for call in (
     xqa, trtllm_batch_decode_with_kv_cache, apply_rope, flashinfer.softmax, FP4Tensor, rmsnorm,
-    SegmentGEMMWrapper, SegmentGEMMWrapper.run, cudnn_batch_prefill_with_kv_cache,
+    get_act_and_mul_module, get_holistic_attention_module, get_page_module,
+    gen_customize_single_decode_module("mine").build_and_load, SegmentGEMMWrapper, SegmentGEMMWrapper.run,
+    cudnn_batch_prefill_with_kv_cache,
     nvfp4_quantize_paged_kv_cache,
     variable_length_merge_states, flashinfer.activation.silu_and_mul, flashinfer.cutlass_fused_moe,
 ):

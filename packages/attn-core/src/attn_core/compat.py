@@ -75,7 +75,25 @@ def install(name: str = "flashinfer") -> ModuleType:
     # Programs ask whether the package of prebuilt kernels is installed: there is nothing to build here.
     made[f"{name}_jit_cache"] = _Alias(f"{name}_jit_cache", _refused_of(""))
     sys.modules.update(made)
+    sys.meta_path.append(_Absent(name))
     return root
+
+
+class _Absent:
+    """Tells who imports a module of upstream that is not here so; who only looks for it finds none."""
+
+    def __init__(self, name: str) -> None:
+        self._inside = f"{name}."
+
+    def find_spec(self, wanted: str, path: object = None, target: object = None) -> None:
+        """Raise ModuleNotFoundError for an import; return None otherwise.
+
+        ``importlib.util.find_spec()`` must find nothing where nothing is: engines ask it what is installed. The
+        import system asks the same of a finder, so who asks is told by the function that called.
+        """
+        if wanted.startswith(self._inside) and sys._getframe(2).f_code.co_name == "_find_and_load_unlocked":
+            instead = f"a module of attention: {', '.join(MODULES)} (of upstream no more is here)"
+            raise ModuleNotFoundError(needs(wanted, instead, "an import", "core.not-here"), name=wanted)
 
 
 class _Alias(ModuleType):
@@ -139,4 +157,4 @@ def _merges(wanted: str) -> object:
 
 
 def _refused_of(module: str) -> Lookup:
-    return lambda wanted: refusing(module, wanted)
+    return lambda wanted: jit(wanted) if wanted.startswith("gen_") else refusing(module, wanted)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -21,7 +21,14 @@ Lookup = Callable[[str], object]
 
 
 class JitSpec:
-    """Stands for a kernel that upstream would build; there is nothing to build."""
+    """Stands for a kernel that upstream would build; there is nothing to build, and no module to load."""
+
+    name = "attn_core"
+
+    def build_and_load(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raise NotImplementedError: kernels here are a backend's."""
+        want = "backend= (kernels of a caller's own are a backend plugin here)"
+        raise NotImplementedError(needs("JitSpec.build_and_load", want, "a call", "core.not-here"))
 
 
 class MissingJITCacheError(RuntimeError):

@@ -15,6 +15,7 @@ _SPECIFIC = "the wrappers of attn_core (a kernel for one vendor's devices)"
 _ONLY_ATTENTION = "attention wrappers only (this package has no {})"
 _NVFP4 = "keys and values of 8 bits or more (no NVFP4 cache here)"
 _JIT = "backend= (kernels of a caller's own are a backend plugin here)"
+_NO_MODULE = "the wrappers and functions of attn_core (there is no compiled module to call)"
 
 _MLA = """
     trtllm_batch_decode_sparse_mla_dsv4 trtllm_batch_decode_with_kv_cache_mla
@@ -145,6 +146,25 @@ _TABLE: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("",), _ONLY_ATTENTION.format("mixture of experts"), _MOE),
     (("",), _ONLY_ATTENTION.format("operators of this kind"), _OTHERS),
     (("triton.cascade",), "merge_states()", "variable_length_merge_states"),
+    (("cascade",), _NO_MODULE, "get_cascade_module"),
+    (("decode",), _NO_MODULE, "get_batch_decode_jit_module get_batch_decode_module get_single_decode_module"),
+    (
+        ("prefill",),
+        _NO_MODULE,
+        """
+        get_batch_prefill_jit_module get_batch_prefill_module get_customize_batch_prefill_module
+        get_single_prefill_module
+        """,
+    ),
+    (("decode", "mla"), _NO_MODULE, "get_batch_decode_mla_module get_batch_mla_module get_mla_module"),
+    (("page",), _NO_MODULE, "get_page_module"),
+    (("pod",), _NO_MODULE, "get_batch_pod_module get_pod_module"),
+    (("attention",), _NO_MODULE, "get_holistic_attention_module"),
+    (("sampling",), _NO_MODULE, "get_sampling_module"),
+    (("quantization",), _NO_MODULE, "get_quantization_module"),
+    (("activation",), _NO_MODULE, "get_act_and_mul_module"),
+    (("norm",), _NO_MODULE, "get_norm_module"),
+    (("rope",), _NO_MODULE, "get_rope_module"),
 )
 
 NAMES: dict[str, dict[str, str]] = {}
