@@ -18,11 +18,12 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ import attn_core
 from attn_core.compat import install
 
 CODE = re.compile(r"\[[a-z][a-z0-9]*\.[a-z0-9-]+\]")
+NO_MEMORY = "not enough memory: you tried to allocate"
 KINDS = ("passed", "refused", "failed", "skipped")
 # The words that tests use for a device, and what the same test needs on a CPU.
 ON_CPU = (
@@ -63,6 +65,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=6, help="cases drawn of each test function")
     parser.add_argument("--cost", type=float, default=4e8, help="largest product of a case's sizes")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--memory", type=float, default=8.0, help="GiB that the tests may take on a CPU")
     parser.add_argument("--backend", help="use this one where a test leaves the choice, or names fa2")
     parser.add_argument("--json", type=Path, help="write every outcome there")
     asked = parser.parse_args()
@@ -74,6 +77,8 @@ def main() -> int:
         tests = Path(there) / "tests"
         shutil.copytree(asked.directory, tests)
         if asked.device == "cpu":
+            limit = int(asked.memory * 2**30)
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
             _to_cpu(tests)
             _play_graphs()
         _found_in_subprocesses(Path(there))
@@ -128,14 +133,14 @@ class Outcome:
         items[:] = [item for item in items if id(item) in kept]
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, Any, Any]:
         """Note what came of a test, and why."""
         report: Any = yield
         if report.when == "call" or not report.passed:
             error = call.excinfo.value if call.excinfo else None
-            kind = report.outcome
-            if kind == "failed" and isinstance(error, NotImplementedError) and CODE.search(str(error)):
-                kind = "refused"
+            kind = report.outcome if error is None else _kind(report.outcome, error)
             self._note(item.nodeid, kind, "" if error is None else f"{type(error).__name__}: {error}")
         return report
 
@@ -167,6 +172,13 @@ class Outcome:
         rows.append("")
         rows += [f"{name}: {dict(tests)}: {why}" for (name, why), tests in reasons.items()]
         return "\n".join(rows)
+
+
+def _kind(outcome: str, error: BaseException) -> str:
+    if outcome == "failed" and isinstance(error, NotImplementedError) and CODE.search(str(error)):
+        return "refused"
+    too_large = isinstance(error, MemoryError | torch.OutOfMemoryError) or NO_MEMORY in str(error)
+    return "skipped" if outcome == "failed" and too_large else outcome
 
 
 def cost(item: pytest.Item) -> float:
@@ -203,7 +215,11 @@ def _prefer(backend: str) -> None:
         kind = getattr(attn_core, name)
         if not inspect.isclass(kind) or "backend" not in inspect.signature(kind).parameters:
             continue
-        kind.__init__ = _with_backend(kind.__init__, inspect.signature(kind.__init__), backend)
+        _replace(kind, "__init__", _with_backend(kind.__init__, inspect.signature(kind.__init__), backend))
+
+
+def _replace(kind: type, name: str, method: Callable[..., Any]) -> None:
+    setattr(kind, name, method)
 
 
 def _with_backend(real: Callable[..., None], signature: Any, backend: str) -> Callable[..., None]:
@@ -273,7 +289,7 @@ def _play_graphs() -> None:
     for name in attn_core.__all__:
         kind = getattr(attn_core, name)
         if isinstance(kind, type) and "run" in vars(kind):
-            kind.run = _recorded(kind.run)  # type: ignore[attr-defined]
+            _replace(kind, "run", _recorded(vars(kind)["run"]))
 
 
 if __name__ == "__main__":

@@ -88,8 +88,8 @@ class _Absent:
     def find_spec(self, wanted: str, path: object = None, target: object = None) -> None:
         """Raise ModuleNotFoundError for an import; return None otherwise.
 
-        ``importlib.util.find_spec()`` must find nothing where nothing is: engines ask it what is installed. The
-        import system asks the same of a finder, so who asks is told by the function that called.
+        ``importlib.util.find_spec()`` must find nothing where nothing is: engines ask it what is installed.
+        The import system asks a finder the same, so who asks is told by the function that called.
         """
         if wanted.startswith(self._inside) and sys._getframe(2).f_code.co_name == "_find_and_load_unlocked":
             instead = f"a module of attention: {', '.join(MODULES)} (of upstream no more is here)"
