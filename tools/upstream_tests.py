@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import inspect
 import json
 import os
 import random
@@ -209,7 +210,6 @@ def _found_in_subprocesses(there: Path) -> None:
 
 def _prefer(backend: str) -> None:
     """Choose a backend where a test says ``auto`` or ``fa2``."""
-    import inspect
 
     for name in attn_core.__all__:
         kind = getattr(attn_core, name)
