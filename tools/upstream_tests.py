@@ -210,7 +210,6 @@ def _found_in_subprocesses(there: Path) -> None:
 
 def _prefer(backend: str) -> None:
     """Choose a backend where a test says ``auto`` or ``fa2``."""
-
     for name in attn_core.__all__:
         kind = getattr(attn_core, name)
         if not inspect.isclass(kind) or "backend" not in inspect.signature(kind).parameters:
