@@ -35,7 +35,7 @@ import attn_core
 from attn_core.compat import install
 
 CODE = re.compile(r"\[[a-z][a-z0-9]*\.[a-z0-9-]+\]")
-NO_MEMORY = "not enough memory: you tried to allocate"
+NO_MEMORY = "you tried to allocate"
 KINDS = ("passed", "refused", "failed", "skipped")
 # The words that tests use for a device, and what the same test needs on a CPU.
 ON_CPU = (

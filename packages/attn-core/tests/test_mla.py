@@ -201,6 +201,19 @@ def captured(batch_size=2, pages=12):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("behind", [[17], [17, 3, 2**30]])
+def test_entries_of_kv_indptr_behind_the_batch_have_no_meaning(behind, graph):
+    batch = Batch()
+    want, want_lse = batch.want()
+    one = captured(4) if graph else wrapper()
+    batch.indptr = torch.cat([batch.indptr, torch.tensor(behind, dtype=torch.int32)])
+    batch.plan(one)
+    out, lse = one.run(*batch.parts(), return_lse=True)
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("joined", [True, False])
 def test_a_captured_wrapper_is_replayed_for_other_lengths(joined):
     one, launches = captured(), set()
@@ -213,6 +226,20 @@ def test_a_captured_wrapper_is_replayed_for_other_lengths(joined):
         close(out, want)
         close(lse, want_lse)
     assert len(launches) == 1
+
+
+@pytest.mark.parametrize(("room", "copied"), [(12, 12), (13, 13), (14, 13), (2**40, 13)])
+def test_parts_that_lie_apart_are_copied_at_most_as_the_cache_is_large(room, copied):
+    batch = Batch(4, [30, 10], [1, 1])
+    one = captured(pages=min(room, 4096))
+    batch.plan(one)
+    parts = batch.parts(joined=False)
+    assert parts[2].shape[0] == 13
+    state = one._planned()
+    if room > 4096:  # only the size is asked before it is known not to be needed
+        state = replace(state, image={**state.image, "kv_indices": torch.zeros(1).expand(room)})
+    assert mla._gathered(state, *parts[2:])[1].shape[0] == copied
+    close(one.run(*parts), batch.want()[0])
 
 
 def test_what_a_graph_holds_is_kept():
@@ -279,6 +306,9 @@ def test_every_graph_buffer_is_needed(missing):
         ({"lengths": [5, 0, 9, -1]}, r"kv_len_arr\[3\].*got -1 \[core.kv-len\]"),
         ({"lengths": [5, -1, 9, 16]}, r"kv_len_arr\[1\]: needs 0 to 0, what its 0 pages hold, got -1"),
         ({"lengths": [5, 0, 9]}, r"kv_len_arr: needs batch size = 4 entries, got 3"),
+        ({"lengths": [5, 0, 9, 16, 1]}, r"kv_len_arr: needs batch size = 4 entries, got 5"),
+        ({"indptr": ends([2, 0, 3])}, r"kv_indptr: needs.*got 4 \[core.indptr\]"),
+        ({"qo": ends([2, 1, 3])}, r"kv_len_arr: needs batch size = 3 entries, got 4"),
         ({"dims": (0, 8)}, r"head_dim_ckv: needs at least 1, got 0 \[core.head-dim\]"),
         ({"dims": (8, -1)}, r"head_dim_kpe: needs at least 0, got -1 \[core.head-dim\]"),
         ({"page": 0}, r"page_size: needs at least 1, got 0"),

@@ -189,8 +189,11 @@ def test_types_and_forms_of_upstreams_callers():
     plan(other, p, q_lens, **changed, token_pos_in_items_len=stride)
     assert same_bits(made(one), made(other))
     p, _, q_lens = batch(REQUESTS[:1])
-    plan(one, p, q_lens, **given(REQUESTS[:1], token_pos_in_items_len=0))
-    assert torch.equal(made(one), packed([dense(REQUESTS[0])]))
+    alone = given(REQUESTS[:1], token_pos_in_items_len=0)
+    scalars = {name: alone[name].reshape(()) for name in ("prefix_len_ptr", "max_item_len_ptr")}
+    for form in (alone, {**alone, **scalars}):
+        plan(one, p, q_lens, **form)
+        assert torch.equal(made(one), packed([dense(REQUESTS[0])]))
 
 
 def test_a_prefix_that_ends_within_an_item():

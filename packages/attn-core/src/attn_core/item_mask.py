@@ -106,10 +106,10 @@ def _whole_numbers(name: str, given: object, device: torch.device) -> torch.Tens
     if tensor.dtype not in _DTYPES:
         own = torch.uint32 if name == "prefix_len_ptr" else torch.uint16
         raise TypeError(needs(name, f"dtype {own} (int32 and int64 are converted)", tensor.dtype, _CODE))
-    if tensor.ndim != 1:
+    if tensor.ndim > 1:
         raise ValueError(needs(name, "a 1-D tensor", f"shape {tuple(tensor.shape)}", _CODE))
     check_reach(name, tensor, device)
-    return tensor.to(torch.int64)
+    return tensor.reshape(-1).to(torch.int64)  # of one request upstream's callers give a scalar
 
 
 def _check_positions(positions: torch.Tensor, stride: int, prefix: torch.Tensor, batch: HostBatch) -> None:

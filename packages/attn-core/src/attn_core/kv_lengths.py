@@ -21,8 +21,9 @@ def batch_of_lengths(
 
     Args:
         qo_indptr: int32 ``[batch_size + 1]``, first query row of each request.
-        kv_indptr: int32 ``[batch_size + 1]``, first page of each request in ``kv_indices``.
-        kv_indices: int32 page ids, at least ``kv_indptr[-1]``.
+        kv_indptr: int32 ``[batch_size + 1]`` or more, first page of each request in ``kv_indices``; entries
+            behind those of the batch, which the other two arrays tell, have no meaning.
+        kv_indices: int32 page ids, at least ``kv_indptr[batch_size]``.
         kv_len_arr: int32 ``[batch_size]``, tokens of each request; at most what its pages hold; pages behind
             them are not read.
         page_size: Tokens per page.
@@ -35,9 +36,11 @@ def batch_of_lengths(
     given = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_len_arr": flat(kv_len_arr)}
     host = to_host(given, device)
     indptr, kv_len = host["kv_indptr"], host["kv_len_arr"]
-    if kv_len.numel() != indptr.numel() - 1:
-        want = f"batch size = {indptr.numel() - 1} entries"
+    batch_size = max(0, host["qo_indptr"].numel() - 1)
+    if kv_len.numel() != batch_size:
+        want = f"batch size = {batch_size} entries"
         raise ValueError(needs("kv_len_arr", want, kv_len.numel(), "core.kv-len"))
+    indptr = indptr[: batch_size + 1]
     held = lengths_of("kv_indptr", indptr, kv_len.numel())[0]
     pages = -(-kv_len // page_size)
     _check_held(kv_len, held, page_size)

@@ -86,8 +86,9 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
 
         Args:
             qo_indptr: int32 ``[batch_size + 1]``, first query row of each request.
-            kv_indptr: int32 ``[batch_size + 1]``, first page of each request in ``kv_indices``.
-            kv_indices: int32 page ids, at least ``kv_indptr[-1]``.
+            kv_indptr: int32 ``[batch_size + 1]``, first page of each request in ``kv_indices``; further
+                entries have no meaning.
+            kv_indices: int32 page ids, at least ``kv_indptr[batch_size]``.
             kv_len_arr: int32 ``[batch_size]``, tokens of each request, at most what its pages hold;
                 pages behind them are not read.
             num_heads: Query heads.
@@ -150,7 +151,8 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         Writes ``out`` and ``lse`` and nothing else; never waits for the device. Beside those two it allocates
         for the call: the queries side by side, unless they lie so; and, where ``ckv_cache`` and ``kpe_cache``
         are not the two parts of one ``[pages, page_size, head_dim_ckv + head_dim_kpe]`` tensor, a copy of the
-        pages in use, which costs as much as the sequences are long.
+        pages in use, which costs as much as the sequences are long (in graph mode as the buffer of page ids),
+        and at most as the cache is large.
 
         Args:
             q_nope: ``[qo_indptr[-1], num_heads, head_dim_ckv]``, with the key projection absorbed.
@@ -267,8 +269,13 @@ def _joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
 def _gathered(
     s: state.PlanState, ckv: torch.Tensor, kpe: torch.Tensor
 ) -> tuple[state.PlanState, torch.Tensor]:
-    """Copy the pages in use side by side; the state returned counts them as they lie in the copy."""
+    """Copy the pages in use side by side; the state returned counts them as they lie in the copy.
+
+    A captured run copies as many pages as the index buffer holds, unless the cache is smaller: then all of it.
+    """
     pages = s.image["kv_indices"]
+    if pages.numel() >= ckv.shape[0]:
+        return s, torch.cat((ckv, kpe), -1)
     if s.frozen is not None:  # beyond the batch, a captured buffer holds whatever was there
         pages = pages.clamp(0, ckv.shape[0] - 1) if ckv.shape[0] else pages[:0]
     keys = torch.cat((ckv[pages.long()], kpe[pages.long()]), -1)
