@@ -56,7 +56,7 @@ def check_refused(result, text):
     assert result.exit_code == 2
     assert result.stdout == ""
     (line,) = result.stderr.splitlines()
-    assert line.startswith("error: ")
+    assert line.startswith("attn demo: ")
     assert text in line
 
 

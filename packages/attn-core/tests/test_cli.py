@@ -5,6 +5,7 @@ import subprocess
 import sys
 import types
 from importlib.metadata import EntryPoint, version
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,17 @@ def test_version():
     assert result.stdout == f"attn {version('attn-core')}\n"
 
 
+@pytest.mark.parametrize("name", ["explain", "tune", "doctor", "reasons", "fuzz", "docs"])
+def test_help_is_filled_to_the_terminal(name):
+    """No type beside an option without a value, and no line broken where the docstring breaks."""
+    said = attn(name, "--help").stdout
+    assert "bool" not in said
+    prose = [line.strip() for line in said.partition("╭")[0].splitlines()]
+    for line, after in pairwise(prose):
+        if line and after and not line.startswith("Usage"):
+            assert len(line) + 1 + len(after.split()[0]) > 78, line
+
+
 def test_no_command_prints_help():
     result = attn()
     assert result.exit_code == 0
@@ -62,11 +74,11 @@ def test_no_command_prints_help():
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (["bogus"], "No such command 'bogus'"),
-        (["explain", "--bogus"], "No such option: --bogus"),
+        (["bogus"], "no such command 'bogus'"),
+        (["explain", "--bogus"], "no such option: --bogus"),
         (["explain", "--op"], "--op"),
         (["explain", "decode"], "decode"),
-        (["--bogus"], "No such option: --bogus"),
+        (["--bogus"], "no such option: --bogus"),
     ],
 )
 def test_usage_error_is_one_line(args, told):
@@ -140,7 +152,7 @@ def test_app_is_mounted_with_its_commands(commands):
     assert "two" in attn("sub", "--help").stdout
     wrong = attn("sub", "three")
     assert wrong.exit_code == 2
-    assert wrong.stderr.startswith("attn sub: needs arguments as in 'attn sub --help', got No such command")
+    assert wrong.stderr.startswith("attn sub: needs arguments as in 'attn sub --help': no such command")
 
 
 def test_returned_value_is_no_exit_code(commands):

@@ -68,8 +68,8 @@ def test_shape():
 def test_text_names_what_can_run(use):
     use(quick_backend())
     said = text()
-    assert "quick rank 10 native cpu needs a device of gfx942, got cpu [core.arch]" in said
-    assert "gather cpu available tile reference rank 1000" in said  # neighbours share a line
+    assert "quick rank 10 native on cpu: needs a device of gfx942, got cpu [core.arch]" in said
+    assert "gather, tile on cpu: available reference rank 1000" in said  # neighbours share a line
     assert said.endswith("This machine can run attention with: quick, reference.")
 
 
@@ -123,7 +123,7 @@ def test_every_gpu_is_judged_for_itself(use, monkeypatch):
     targets = backend_of(said, "far")["paths"][0]["targets"]
     assert [t["missing"] is None for t in targets] == [False, True, False]
     assert "hip:1 gfx950, 304 compute units, card 1" in text()
-    assert "gfx942 available" in text()
+    assert "on gfx942: available" in text()
 
 
 def test_gpu_runtime_is_left_alone_without_a_gpu(monkeypatch):

@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeAlias
 import torch
 import typer
 from rich.console import Console
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -37,12 +38,17 @@ def demo(
     prompt: Annotated[
         Path | None,
         typer.Option(
-            help="UTF-8 file to continue; default: the start of a library file held out from training."
+            metavar="FILE",
+            help="UTF-8 file to continue; default: the start of a library file held out from training.",
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Bytes to write for each request.")] = 96,
-    drafts: Annotated[int, typer.Option(help="Guessed tokens per request and verify step.")] = DEFAULT_DRAFTS,
-    backend: Annotated[str, typer.Option(help="auto, or the backend to use for every step.")] = "auto",
+    tokens: Annotated[int, typer.Option(metavar="N", help="Bytes to write for each request.")] = 96,
+    drafts: Annotated[
+        int, typer.Option(metavar="N", help="Guessed tokens per request and verify step.")
+    ] = DEFAULT_DRAFTS,
+    backend: Annotated[
+        str, typer.Option(metavar="NAME", help="auto, or the backend to use for every step.")
+    ] = "auto",
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile the steps, and check that the text is that of eager.")
     ] = False,
@@ -57,7 +63,7 @@ def demo(
         try:
             engine, prompts = _prepare(prompt, tokens, drafts, backend, compiled)
         except (OSError, ValueError, NotImplementedError) as error:
-            typer.echo("error: " + " ".join(str(error).split()), err=True)
+            typer.echo(f"attn demo: {' '.join(_said(error).split())}", err=True)
             raise typer.Exit(2) from None
         with _progress((tokens - 1) * len(prompts)) as track:  # the first of each comes with its prompt
             plain = engine.plain(prompts, tokens, track("plain decode"))
@@ -72,6 +78,13 @@ def demo(
         _show(Console(), prompts, plain, summary)
     if not summary["identical"]:
         raise typer.Exit(1)
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, OSError):
+        got = f"{error.filename}: {error.strerror}"
+        return f"--prompt: needs a file that can be read, got {got} [tiny-lm.prompt]"
+    return str(error)
 
 
 def _prepare(
@@ -193,15 +206,22 @@ def _show(console: Console, prompts: Sequence[bytes], plain: Generation, summary
             Panel(shown, title=f"prompt {len(prompt)} bytes, written {len(text)}", title_align="left")
         )
     console.print(_figures(summary))
-    routes = Table("step", "candidate", "passed over", title="routes", title_justify="left")
-    for name, route in summary["routes"].items():
-        routes.add_row(name, route["candidate"], Text(_grouped(route["refused"]) or "-"))
-    console.print(routes)
-    console.print(
-        f"backend {summary['backend']}, fallback reason: {summary['backend_fallback_reason']}", markup=False
-    )
+    for steps, candidate, passed_over in _alike(summary["routes"]):
+        console.print(f"{', '.join(steps)}: {candidate}", highlight=False)
+        if passed_over:
+            console.print(Padding(Text(passed_over, style="dim"), (0, 0, 0, 2)))
+    if summary["backend_fallback_reason"]:
+        console.print(f"fallback reason: {summary['backend_fallback_reason']}", markup=False)
     verdict = "identical" if summary["identical"] else "DIFFERENT"
     console.print(f"plain and speculative text: {verdict}", style="green" if summary["identical"] else "red")
+
+
+def _alike(routes: dict[str, Any]) -> list[tuple[list[str], str, str]]:
+    """Steps with one candidate and one set of reasons together."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, route in routes.items():
+        found.setdefault((route["candidate"], _grouped(route["refused"])), []).append(name)
+    return [(steps, *answer) for answer, steps in found.items()]
 
 
 def _grouped(refused: Sequence[str]) -> str:

@@ -27,23 +27,32 @@ _COLUMNS = ("variant", "arch", "compiler", "vgpr", "agpr", "sgpr", "lds", "scrat
 
 def build(
     archs: Annotated[
-        str, typer.Option("--arch", help="cpu, gfx942, gfx950, sm_90, separated by commas; or 'all' GPUs.")
+        str,
+        typer.Option(
+            "--arch", metavar="ARCH", help="cpu, gfx942, gfx950, sm_90, separated by commas; or 'all' GPUs."
+        ),
     ] = _CPU,
     names: Annotated[
         list[str] | None,
         typer.Option(
-            "--isa", help="Of a CPU: instruction set, or 'all'; may be repeated. By default the best."
+            "--isa",
+            metavar="ISA",
+            help="Of a CPU: instruction set, or 'all'; may be repeated. By default the best.",
         ),
     ] = None,
     compilers: Annotated[
         list[str] | None,
         typer.Option(
             "--compiler",
+            metavar="NAME",
             help="Of a GPU: compiler, or 'all' there are; may be repeated. By default the first.",
         ),
     ] = None,
     place: Annotated[
-        Path | None, typer.Option("--pack", help="Of a GPU: also copy the code objects to DIR, for a wheel.")
+        Path | None,
+        typer.Option(
+            "--pack", metavar="DIR", help="Of a GPU: also copy the code objects to DIR, for a wheel."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:

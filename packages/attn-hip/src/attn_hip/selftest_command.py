@@ -23,10 +23,15 @@ _FAILED, _BAD_INPUT = 1, 2
 def selftest(
     device: Annotated[
         str | None,
-        typer.Option("--device", help="cpu, cuda, cuda:1 ...; by default the first GPU, else the CPU."),
+        typer.Option(
+            "--device",
+            metavar="DEVICE",
+            help="cpu, cuda, cuda:1 ...; by default the first GPU, else the CPU.",
+        ),
     ] = None,
     to: Annotated[
-        Path | None, typer.Option("--report", help="Also write the report, as JSON, to this file.")
+        Path | None,
+        typer.Option("--report", metavar="FILE", help="Also write the report, as JSON, to this file."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the report as JSON and nothing else.")

@@ -12,6 +12,7 @@ from rich.text import Text
 from .output import grid, heading, styled
 
 _LEFT = 18
+_LEFT_MOST = 30  # a longer name wraps
 Facts = Mapping[str, Any]
 
 
@@ -24,6 +25,7 @@ def render(facts: Facts) -> RenderableType:
         ("Backends, in the order of 'auto'", _backends(facts)),
         ("torch.compile", _pairs(facts["compile"].items())),
         ("Settings", _settings(facts)),
+        ("Commands of other packages", _commands(facts["commands"])),
     )
     parts: list[RenderableType] = []
     for title, body in sections:
@@ -32,7 +34,8 @@ def render(facts: Facts) -> RenderableType:
 
 
 def _pairs(rows: Iterable[tuple[str, object]]) -> RenderableType:
-    table = grid(_LEFT, None)
+    rows = list(rows)
+    table = grid(min(max((len(name) for name, _ in rows), default=0), _LEFT_MOST) + 2, None)
     for name, value in rows:
         table.add_row(styled(name, "dim"), value if isinstance(value, Text) else Text(str(value)))
     return table
@@ -48,7 +51,7 @@ def _devices(facts: Facts) -> RenderableType:
     if facts["device_error"]:
         rows.append(("fault", styled(facts["device_error"], "red")))
     if facts["known_archs"]:
-        rows.append(("also known", ", ".join(facts["known_archs"])))
+        rows.append(("also known", f"{', '.join(facts['known_archs'])} (attn explain --arch)"))
     return _pairs(rows)
 
 
@@ -69,9 +72,9 @@ def _backends(facts: Facts) -> RenderableType:
     for backend in facts["backends"]:
         source = f", from {backend['source']}" if backend["source"] else ""
         parts.append(Text.assemble((backend["name"], "bold"), f"  rank {backend['rank']}{source}"))
-        table = grid(_LEFT, None)
         for names, where in _alike(backend["paths"]):
-            table.add_row(Text("\n".join(names)), where)
+            parts.append(Padding(_path(names, where), (0, 0, 0, 2)))
+        table = grid(_LEFT, None)
         for name, value in backend["notes"].items():
             table.add_row(styled(name, "dim"), Text(str(value)))
         if backend["error"]:
@@ -82,6 +85,15 @@ def _backends(facts: Facts) -> RenderableType:
             Text.assemble((broken["name"], "bold"), ("  plugin is broken: ", "red"), broken["error"])
         )
     return Group(*parts)
+
+
+def _path(names: list[str], where: Text) -> RenderableType:
+    """A path beside what it says of the devices, or several above what they all say."""
+    if len(names) > 1:
+        return Group(Text(", ".join(names)), Padding(where, (0, 0, 0, _LEFT + 2)))
+    row = grid(_LEFT, None)
+    row.add_row(Text(names[0]), where)
+    return row
 
 
 def _alike(paths: Iterable[Facts]) -> Iterable[tuple[list[str], Text]]:
@@ -102,9 +114,10 @@ def _availability(targets: Iterable[Facts]) -> Text:
     for row in targets:
         key = (row["arch"], row["missing"])
         if row["missing"] is None:
-            lines[key] = Text.assemble((row["arch"], ""), (" available", "green"))
+            lines[key] = Text.assemble(f"on {row['arch']}: ", ("available", "green"))
         else:
-            lines[key] = Text.assemble((row["arch"], ""), f" {row['missing']} ", (f"[{row['code']}]", "dim"))
+            text = f"on {row['arch']}: {row['missing']} "
+            lines[key] = Text.assemble(text, (f"[{row['code']}]", "dim"))
     return Text("\n").join(lines.values())
 
 
@@ -121,8 +134,12 @@ def _settings(facts: Facts) -> RenderableType:
         rows[-1] = ("thresholds", f"{overlay['path']} ({overlay['rows']} rows)")
     rows.append(("tuned", _tuned(facts["tuned"])))
     rows += [(name, value) for name, value in facts["environment"].items()]
-    rows += [(f"attn {command['name']}", f"from {command['source']}") for command in facts["commands"]]
     return _pairs(rows)
+
+
+def _commands(commands: Iterable[Facts]) -> RenderableType:
+    rows = [(f"attn {command['name']}", f"from {command['source']}") for command in commands]
+    return _pairs(rows or [("none", "")])
 
 
 def _tuned(fact: Facts) -> Text:

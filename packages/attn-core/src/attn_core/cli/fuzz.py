@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -97,8 +98,9 @@ def _one(
         if say:
             _tell(failure, say, whole=session is not None)
     if say:
+        say(f"  {tally.sessions} sessions")
         ops = ", ".join(f"{op} {count}" for op, count in sorted(tally.by_op.items()))
-        say(f"  {tally.sessions} sessions ({ops})")
+        say(textwrap.fill(ops, 78, initial_indent=" " * 4, subsequent_indent=" " * 4))
         say(f"  {tally.right} right calls compared, {tally.wrong} wrong ones refused")
         say(f"  {len(failures)} failures")
     return {

@@ -71,6 +71,10 @@ def _is_command(node: ast.FunctionDef, attr: str) -> bool:
 class MountingGroup(TyperGroup):
     """The group ``attn``: its own commands first, then those of other packages."""
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the options before the command's name."""
+        return _untyped(super().get_params(ctx))
+
     def list_commands(self, ctx: Any) -> list[str]:
         """Name every command; loads none."""
         own = list(super().list_commands(ctx))
@@ -80,7 +84,7 @@ class MountingGroup(TyperGroup):
         """Return a command; one of another package is a stand-in that loads it when it is called."""
         own = super().get_command(ctx, cmd_name)
         if own is not None:
-            return own
+            return tidy(own, ctx)
         ep = mounted().get(cmd_name)
         return None if ep is None else _Deferred(ep)
 
@@ -110,7 +114,27 @@ class _Deferred(TyperCommand):
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Load the real command and let it parse; from here on the stand-in has no part."""
-        return _load(self._ep).make_context(info_name, args, parent, **extra)
+        return tidy(_load(self._ep), parent).make_context(info_name, args, parent, **extra)
+
+
+def tidy(command: Any, ctx: Any) -> Any:
+    """Return a command whose help fits the terminal, not its source file.
+
+    Typer keeps the line breaks of a docstring, which then fall into the middle of a line.
+    """
+    command.help = "\n\n".join(" ".join(part.split()) for part in (command.help or "").split("\n\n"))
+    _untyped(command.get_params(ctx))
+    for each in getattr(command, "commands", {}).values():
+        tidy(each, ctx)
+    return command
+
+
+def _untyped(params: list[Any]) -> list[Any]:
+    """Of options that take no value, name no type in the help."""
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
+    return params
 
 
 def _load(ep: EntryPoint) -> Any:
@@ -136,6 +160,8 @@ def _tell_usage(err: Any) -> None:
     if type(err).__name__ == "NoArgsIsHelpError":
         return
     where = err.ctx.command_path if err.ctx is not None else "attn"
-    want = f"arguments as in '{where} --help'"
-    typer.echo(needs(where, want, one_line(err.format_message()).rstrip("."), "cli.usage"), err=True)
+    said = one_line(err.format_message()).rstrip(".")
+    # The parser says what it got in a sentence of its own, so this one is not put as "got ...".
+    text = f"{where}: needs arguments as in '{where} --help': {said[:1].lower()}{said[1:]} [cli.usage]"
+    typer.echo(text, err=True)
     raise typer.Exit(BAD_INPUT) from None

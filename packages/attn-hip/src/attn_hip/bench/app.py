@@ -39,27 +39,38 @@ def bench() -> None:
 def cpu(
     quick: Annotated[bool, typer.Option("--quick", help="A dozen cells, in two minutes on 2 cores.")] = False,
     only: Annotated[
-        list[str] | None, typer.Option(help=f"Of {', '.join(OPS)}; may be repeated. By default all.")
+        list[str] | None,
+        typer.Option(metavar="OP", help=f"Of {', '.join(OPS)}; may be repeated. By default all."),
     ] = None,
     kind: Annotated[
-        list[str] | None, typer.Option(help=f"Of {', '.join(DTYPES)}; may be repeated. By default all.")
+        list[str] | None,
+        typer.Option(metavar="DTYPE", help=f"Of {', '.join(DTYPES)}; may be repeated. By default all."),
     ] = None,
-    match: Annotated[str, typer.Option(help="Only cells whose label holds this text.")] = "",
-    threads: Annotated[int | None, typer.Option(help="Threads of every call. By default torch's.")] = None,
+    match: Annotated[str, typer.Option(metavar="TEXT", help="Only cells whose label holds this text.")] = "",
+    threads: Annotated[
+        int | None, typer.Option(metavar="N", help="Threads of every call. By default torch's.")
+    ] = None,
     seconds: Annotated[
-        float | None, typer.Option(help="Time per cell; there are three rounds however long.")
+        float | None, typer.Option(metavar="S", help="Seconds per cell; there are three rounds however long.")
     ] = None,
     memory: Annotated[
-        float | None, typer.Option(help="GiB to use at most. By default half of what is available.")
+        float | None,
+        typer.Option(metavar="GIB", help="GiB to use at most. By default half of what is available."),
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="Start no cell after so long; what is left is listed.")
+        float | None, typer.Option(metavar="MIN", help="Start no cell after so long; what is left is listed.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep the rows that --csv already has.")] = False,
     flex: Annotated[bool, typer.Option(help="Ask FlexAttention too, where a cell says so.")] = True,
-    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file, after every cell.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Write the table to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the ratios to this file (matplotlib).")] = None,
+    csv: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the rows to this file, after every cell.")
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the table to this file.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the ratios to this file (matplotlib).")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Compare fa2 on this CPU with torch's attention over the same keys and values.
