@@ -271,7 +271,7 @@ def _gathered(
 ) -> tuple[state.PlanState, torch.Tensor]:
     """Copy the pages in use side by side; the state returned counts them as they lie in the copy.
 
-    A captured run copies as many pages as the index buffer holds, unless the cache is smaller: then all of it.
+    A captured run copies as many pages as the index buffer holds; all, if the cache is smaller.
     """
     pages = s.image["kv_indices"]
     if pages.numel() >= ckv.shape[0]:
