@@ -23,7 +23,7 @@ RUN_HERE = [
     "docs/torch-compile.md",
     "docs/from-flashinfer.md",
 ]
-LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)[^)]*\)")
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(?:#([^)\s]+))?[^)]*\)")
 
 
 @pytest.mark.parametrize("name", RUN_HERE)
@@ -38,7 +38,24 @@ def test_python_of_a_page_runs(name):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_links_lead_to_files(page):
-    for target in LINK.findall(page.read_text(encoding="utf-8")):
+def test_links_lead_to_files_and_headings(page):
+    for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
         if "://" not in target:
-            assert (page.parent / target).exists(), target
+            file = page.parent / target if target else page
+            assert file.exists(), target
+            assert not anchor or anchor in _anchors(file), f"{target}#{anchor}"
+
+
+def _anchors(page):
+    """Names of a page's headings, as they are made where Markdown pages are shown."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    titles = re.findall(r"^#+ +(.+)$", prose, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_rows_of_a_table_have_as_many_cells_as_its_head(page):
+    prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    for table in re.findall(r"(?:^\|.*\n)+", prose, re.M):
+        cells = [len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()]
+        assert len(set(cells)) == 1, table.splitlines()[next(i for i, n in enumerate(cells) if n != cells[0])]

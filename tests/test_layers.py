@@ -198,6 +198,14 @@ def test_every_package_has_its_papers(package):
     assert (package / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     project = tomllib.loads((package / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert (project["license"], project["readme"]) == ("Apache-2.0", "README.md")
+    assert "Typing :: Typed" in project["classifiers"]
+
+
+@pytest.mark.parametrize("package", package_dirs(), ids=lambda path: path.name)
+def test_a_readme_holds_in_a_wheel(package):
+    """It is the page of the package's index, where no file of the source tree lies beside it."""
+    links = re.findall(r"\]\(([^)]+)\)", (package / "README.md").read_text(encoding="utf-8"))
+    assert [link for link in links if "://" not in link] == []
 
 
 def test_no_file_names_a_registry_or_a_workplace():
