@@ -1,43 +1,61 @@
 """``mode="reduce-overhead"``: decode is captured, replays equal eager, the cache is never copied."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
-from attn_core import BatchDecodeWithPagedKVCacheWrapper, append_paged_kv_cache
+from attn_core import BatchDecodeWithPagedKVCacheWrapper, append_paged_kv_cache, plugins
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: captures CUDA graphs")
 
 PAGES, PAGE, HKV, HQ, DIM = 32, 8, 2, 4, 64
-BACKEND = "reference"
+
+
+@pytest.fixture(
+    params=[
+        "reference",
+        pytest.param(
+            "fa2",
+            marks=pytest.mark.skipif(find_spec("attn_hip") is None, reason="needs attn-hip, which has fa2"),
+        ),
+    ]
+)
+def backend(request):
+    """A backend whose kernels are captured; the other tests of this package see none but their own."""
+    before = plugins.use(plugins.discover(config={}))
+    yield request.param
+    plugins.use(before)
 
 
 def device(*values):
     return torch.tensor(values, dtype=torch.int32, device="cuda")
 
 
-def wrapper(batch):
+def wrapper(batch, backend):
     return BatchDecodeWithPagedKVCacheWrapper(
-        torch.empty(1 << 20, dtype=torch.uint8, device="cuda"),
+        torch.empty(32 << 20, dtype=torch.uint8, device="cuda"),
         use_cuda_graph=True,
         use_tensor_cores=True,
         paged_kv_indptr_buffer=device(*[0] * (batch + 1)),
         paged_kv_indices_buffer=device(*[0] * PAGES),
         paged_kv_last_page_len_buffer=device(*[0] * batch),
-        backend=BACKEND,
+        backend=backend,
     )
 
 
 class Layer(torch.nn.Module):
     """Append and attend; the cache is a module buffer, so a graph uses it where it is."""
 
-    def __init__(self, wrapper, cache):
+    def __init__(self, wrapper, cache, backend):
         super().__init__()
         self.wrapper = wrapper
+        self.backend = backend
         self.register_buffer("cache", cache)
 
     def forward(self, q, k, v, *at):
         batch, positions, indices, indptr, last = at
-        append_paged_kv_cache(k, v, batch, positions, self.cache, indices, indptr, last, backend=BACKEND)
+        append_paged_kv_cache(k, v, batch, positions, self.cache, indices, indptr, last, backend=self.backend)
         return self.wrapper.run(q[:, :HQ] * 2, self.cache) + 1
 
 
@@ -89,11 +107,11 @@ def recorded():
     return 0 if manager is None else sum(len(nodes) for nodes in manager.roots.values())
 
 
-def test_decode_is_captured_and_replays_equal_eager(strict_trees):
+def test_decode_is_captured_and_replays_equal_eager(strict_trees, backend):
     torch.manual_seed(0)
     start = torch.randn(PAGES, 2, PAGE, HKV, DIM, dtype=torch.bfloat16, device="cuda")
-    captured = {b: Layer(wrapper(b), start.clone()) for b in (2, 3)}
-    eager = {b: Layer(wrapper(b), start.clone()) for b in (2, 3)}
+    captured = {b: Layer(wrapper(b, backend), start.clone(), backend) for b in (2, 3)}
+    eager = {b: Layer(wrapper(b, backend), start.clone(), backend) for b in (2, 3)}
     fast = {b: torch.compile(x, mode="reduce-overhead", fullgraph=True) for b, x in captured.items()}
     graphs = []
     with torch.no_grad():
@@ -104,6 +122,7 @@ def test_decode_is_captured_and_replays_equal_eager(strict_trees):
                 plan(eager[batch].wrapper, table)
                 want = eager[batch](*args)
                 plan(captured[batch].wrapper, table)
+                assert captured[batch].wrapper.backend == backend
                 torch.compiler.cudagraph_mark_step_begin()
                 got = fast[batch](*args).clone()
                 assert torch.equal(got, want)
@@ -115,8 +134,9 @@ def test_decode_is_captured_and_replays_equal_eager(strict_trees):
     assert graphs[2] == graphs[1]
 
 
-def test_a_replay_reads_the_plan_of_now_not_of_the_capture(strict_trees):
-    layer = Layer(wrapper(2), torch.randn(PAGES, 2, PAGE, HKV, DIM, dtype=torch.bfloat16, device="cuda"))
+def test_a_replay_reads_the_plan_of_now_not_of_the_capture(strict_trees, backend):
+    cache = torch.randn(PAGES, 2, PAGE, HKV, DIM, dtype=torch.bfloat16, device="cuda")
+    layer = Layer(wrapper(2, backend), cache, backend)
     fast = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
     seen = []
     with torch.no_grad():
