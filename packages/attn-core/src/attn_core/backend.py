@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
@@ -109,6 +109,29 @@ class RunIO:
         self.q, self.k, self.v, self.out, self.lse = q, k, v, out, lse
         self.workspace = workspace
         self.q_scale, self.k_scale, self.v_scale = q_scale, k_scale, v_scale
+
+
+@dataclass(frozen=True, slots=True)
+class RunShapes:
+    """What the tensors of every run of a plan are held to, besides their types and their device.
+
+    Attributes:
+        q: Shape of q.
+        out: Shape of out; that of lse without the last dimension.
+        k: Shape of k after its first dimension.
+        v: Shape of v after its first dimension.
+        least_rows: Least size of the first dimension of k and v.
+    """
+
+    q: tuple[int, ...]
+    out: tuple[int, ...]
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    least_rows: int
+
+
+DirectRun = Callable[[object, object, object, object, object, object, object, object], bool]
+"""``(q, cache, out, lse, workspace, q_scale, k_scale, v_scale) -> bool``: see :class:`DirectBackend`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +257,27 @@ class Backend(Protocol):
         """Enqueue on the current stream. Writes ``io.out`` and ``io.lse`` and no other tensor.
 
         Allocates no memory that outlives it and reads nothing back from the device.
+        """
+
+
+@runtime_checkable
+class DirectBackend(Backend, Protocol):
+    """A backend that can do the checks of a run itself, faster than the wrapper does."""
+
+    def direct(self, launch: object, image: DeviceImage, io: RunIO, shapes: RunShapes) -> DirectRun | None:
+        """Return a function for further runs of a plan, or None. Called after a plan's second run.
+
+        The function is handed what the caller passed, unchecked: ``cache`` is a (k, v) pair or one tensor
+        ``[pages, 2, ...]``, lse and workspace may be None, a scale is None for 1.0. It enqueues the run and
+        returns True only for a call that :meth:`run` would be handed too; for any other it does nothing,
+        raises nothing and returns False, and the wrapper's checks say what is wrong. It may return False for
+        a right call as well: that takes the other way.
+
+        Args:
+            launch: As for :meth:`run`.
+            image: As for :meth:`run`; the function keeps it alive.
+            io: The tensors of that run; types and device are those of all.
+            shapes: What further tensors must be.
         """
 
 

@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .arguments import refuse, split_size
 from .batch import HostBatch, check_drafts_appended, paged_batch
-from .cache_view import CacheView, unpack
+from .cache_view import CacheView
 from .checking import flag, whole
 from .errors import needs
 from .graph_buffers import decode_buffers
@@ -278,13 +278,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             )
         if window_left is not None or q_len_per_req is not None:
             self._check_repeated(window_left, q_len_per_req)
-        k, v = unpack(paged_kv_cache, self._kv_layout)
-        if args or sinks is not None or self._with_sink:
-            scales = (q_scale, k_scale, v_scale)
-            return self._run_extra(
-                "q and paged_kv_cache", args, sinks, (q, k, v), out, lse, return_lse, scales
-            )
-        return self._run(q, k, v, out, lse, return_lse, q_scale, k_scale, v_scale)
+        scales = (q_scale, k_scale, v_scale)
+        return self._run_paged(q, paged_kv_cache, args, sinks, out, lse, return_lse, scales)
 
     def _check_repeated(self, window_left: int | None, q_len_per_req: int | None) -> None:
         plan = self._planned()

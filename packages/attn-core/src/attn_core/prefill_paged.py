@@ -9,7 +9,7 @@ import torch
 from . import tracing
 from .arguments import MaskBits, check_workspace, refuse, split_size
 from .batch import HostBatch, paged_batch, size_of
-from .cache_view import CacheView, unpack
+from .cache_view import CacheView
 from .graph_buffers import paged_buffers
 from .options import Dtype, forward_changes, make_problem
 from .prefill_common import check_lengths, masked_keys, planned_mask
@@ -295,13 +295,8 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         )
         if window_left is not None:
             self._check_window(window_left)
-        k, v = unpack(paged_kv_cache, self._kv_layout)
-        if args or sinks is not None or self._with_sink:
-            return self._run_extra(
-                "q and paged_kv_cache", args, sinks, (q, k, v), out, lse, return_lse,
-                (q_scale, k_scale, v_scale),
-            )  # fmt: skip
-        return self._run(q, k, v, out, lse, return_lse, q_scale, k_scale, v_scale)
+        scales = (q_scale, k_scale, v_scale)
+        return self._run_paged(q, paged_kv_cache, args, sinks, out, lse, return_lse, scales)
 
     run_return_lse = returning_lse(run)
 

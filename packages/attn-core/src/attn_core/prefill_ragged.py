@@ -195,6 +195,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
             NotImplementedError: An argument no backend here has.
         """
         refuse(o_scale=o_scale, kv_cache_sf=kv_cache_sf)
+        extra = args or self._with_sink
+        if not extra and self._kv_layout == "NHD":
+            found = self._run_direct(q, (k, v), out, lse, return_lse, q_scale, k_scale, v_scale)
+            if found is not None:
+                return found
         for name, t in (("k", k), ("v", v)):
             if not isinstance(t, torch.Tensor) or t.ndim != 3:
                 raise ValueError(
@@ -202,7 +207,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
                 )
         if self._kv_layout == "HND":
             k, v = k.transpose(0, 1), v.transpose(0, 1)
-        if args or self._with_sink:
+        if extra:
             scales = (q_scale, k_scale, v_scale)
             return self._run_extra("q, k and v", args, None, (q, k, v), out, lse, return_lse, scales)
         return self._run(q, k, v, out, lse, return_lse, q_scale, k_scale, v_scale)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from .arena import Image
-from .backend import DeviceImage, TensorContract
+from .backend import DeviceImage, DirectRun, RunShapes, TensorContract
 from .batch import HostBatch
 from .checking import dense
 from .errors import needs
@@ -17,6 +17,21 @@ from .query import Query
 from .route import RouteDecision
 
 Scale = float | torch.Tensor
+
+
+@dataclass(slots=True)
+class DirectSlot:
+    """A backend's own way to run a plan.
+
+    Attributes:
+        call: The way, where there is one.
+        ran: Whether the plan was run.
+        asked: Whether the backend was asked for the way; the second run does.
+    """
+
+    call: DirectRun | None = None
+    ran: bool = False
+    asked: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +58,7 @@ class PlanState:
         kv_dtype: Type of k and v.
         o_dtype: Type of out.
         contract: The chosen path's.
+        direct: The backend's own way to run it.
     """
 
     revision: int
@@ -64,6 +80,7 @@ class PlanState:
     kv_dtype: torch.dtype
     o_dtype: torch.dtype
     contract: TensorContract
+    direct: DirectSlot = field(default_factory=DirectSlot)
 
     @classmethod
     def make(
@@ -95,6 +112,11 @@ class PlanState:
             (*front, p.head_dim_qk), (*front, p.head_dim_vo), least,
             p.q_dtype, p.kv_dtype, p.o_dtype, decision.path.contract,
         )  # fmt: skip
+
+    @property
+    def run_shapes(self) -> RunShapes:
+        """What a backend's own checks of a run compare with."""
+        return RunShapes(self.q_shape, self.out_shape, self.kv_tail, self.v_tail, self.min_rows or 0)
 
     @property
     def batch(self) -> HostBatch:

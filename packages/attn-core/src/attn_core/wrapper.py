@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from . import capture, state, tracing
 from .arguments import check_workspace, refuse
 from .backend import RunIO
+from .cache_view import unpack
 from .checking import device_of, flag, whole
 from .engine_view import EngineView
 from .errors import needs
@@ -21,6 +22,8 @@ from .problem import MaskMode
 from .route import AUTO, RouteDecision
 from .sinks import add_sink, sink_and_scale
 from .state import PlanState
+
+_CACHES = (tuple, torch.Tensor)  # what a backend's own checks of a run know
 
 
 class AttentionWrapper(EngineView):
@@ -121,10 +124,8 @@ class AttentionWrapper(EngineView):
             q = state.fit_q(contract, q)
         if out is not None:
             state.check_output("out", out, s.out_shape, s.o_dtype, device)
-        elif s.o_dtype is s.q_dtype and s.out_shape == s.q_shape:
-            out = torch.empty_like(q, memory_format=torch.contiguous_format)
         else:
-            out = torch.empty(s.out_shape, dtype=s.o_dtype, device=device)
+            out = _new_out(s, q)
         if return_lse is not False:
             return_lse = flag("return_lse", return_lse)
         if return_lse or lse is not None:  # one that was handed over is written, asked for or not
@@ -135,7 +136,57 @@ class AttentionWrapper(EngineView):
         if q.is_cuda:
             self._refuse_eager_capture()
         s.decision.backend.run(s.launch, s.image, io)
+        _ask_direct(s, io)
         return (out, lse) if return_lse and lse is not None else out
+
+    def _run_direct(
+        self,
+        q: torch.Tensor,
+        cache: object,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        return_lse: bool,
+        q_scale: state.Scale | None,
+        k_scale: state.Scale | None,
+        v_scale: state.Scale | None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
+        """Run by the backend's own way; None where it declined, and nothing was done."""
+        s = self._state
+        if is_dynamo_compiling() or s is None or s.direct.call is None or self._eager_capture(s):
+            return None
+        if (return_lse is not False and return_lse is not True) or cache.__class__ not in _CACHES:
+            return None
+        if out is None:
+            out = _new_out(s, q)
+        if return_lse and lse is None:
+            lse = torch.empty(s.out_shape[:2], dtype=torch.float32, device=s.device)
+        buffer = self._float_workspace_buffer
+        if not s.direct.call(q, cache, out, lse, buffer, q_scale, k_scale, v_scale):
+            return None
+        return (out, lse) if return_lse and lse is not None else out
+
+    def _run_paged(
+        self,
+        q: torch.Tensor,
+        cache: object,
+        args: tuple[object, ...],
+        sinks: torch.Tensor | None,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        return_lse: bool,
+        scales: tuple[state.Scale | None, state.Scale | None, state.Scale | None],
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Run over a paged cache in any of its forms."""
+        extra = args or sinks is not None or self._with_sink
+        if not extra:
+            found = self._run_direct(q, cache, out, lse, return_lse, *scales)
+            if found is not None:
+                return found
+        k, v = unpack(cache, self._kv_layout)
+        if extra:
+            what = "q and paged_kv_cache"
+            return self._run_extra(what, args, sinks, (q, k, v), out, lse, return_lse, scales)
+        return self._run(q, k, v, out, lse, return_lse, *scales)
 
     def _run_extra(
         self,
@@ -205,6 +256,9 @@ class AttentionWrapper(EngineView):
         planned = self._planned().query.problem.window_left
         if whole("window_left", window_left, "core.window") != planned:
             raise ValueError(needs("window_left", f"the planned {planned}", window_left, "core.window"))
+
+    def _eager_capture(self, s: PlanState) -> bool:
+        return self._graph is None and s.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _refuse_eager_capture(self) -> None:
         if self._graph is None and capture.capturing(self.device):
@@ -277,6 +331,25 @@ class OwnWorkspace(AttentionWrapper):
     def _provide(self, workspace_bytes: int) -> None:
         if self._float_workspace_buffer.numel() < workspace_bytes:
             self._float_workspace_buffer = torch.empty(workspace_bytes, dtype=torch.uint8, device=self.device)
+
+
+def _new_out(s: PlanState, q: torch.Tensor) -> torch.Tensor:
+    """Return memory for an output; like q if that will do, which torch is twice as fast at."""
+    like = s.o_dtype is s.q_dtype and s.out_shape == s.q_shape and q.__class__ is torch.Tensor
+    if like and q.layout is torch.strided and not q.is_nested:
+        return torch.empty_like(q, memory_format=torch.contiguous_format)
+    return torch.empty(s.out_shape, dtype=s.o_dtype, device=s.device)
+
+
+def _ask_direct(s: PlanState, io: RunIO) -> None:
+    """Ask the backend for its own way to run a plan, once; a plan that is run a single time needs none."""
+    slot = s.direct
+    if slot.ran and not slot.asked:
+        slot.asked = True
+        ask = getattr(s.decision.backend, "direct", None)
+        if ask is not None:
+            slot.call = ask(s.launch, s.image, io, s.run_shapes)
+    slot.ran = True
 
 
 def _set_scales(s: PlanState, io: RunIO, q_scale: object, k_scale: object, v_scale: object) -> None:

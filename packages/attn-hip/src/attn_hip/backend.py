@@ -10,9 +10,11 @@ from attn_core.backend import (
     API_VERSION,
     AppendIO,
     DeviceImage,
+    DirectRun,
     Path,
     PlanResult,
     RunIO,
+    RunShapes,
     SamplingIO,
     SamplingPath,
     TensorContract,
@@ -25,7 +27,7 @@ from attn_core.reasons import Reason
 from attn_core.rules import Rule, Verdict
 from attn_core.target import DeviceTarget, target_of
 
-from . import budget, codes, launch, launch_gpu, plan, toolchain, variants
+from . import budget, codes, direct, launch, launch_gpu, plan, toolchain, variants
 from .gpu import Gpu
 from .host import CANDIDATE, Host
 
@@ -121,6 +123,11 @@ class Fa2Backend:
             return
         assert isinstance(launched, launch.Launch)
         launch.run(launched, image, io)
+
+    def direct(self, launched: object, image: DeviceImage, io: RunIO, shapes: RunShapes) -> DirectRun | None:
+        """Return a native function for further runs of a plan, where torch lets it see tensors."""
+        assert isinstance(launched, launch.Launch | launch_gpu.GpuLaunch)
+        return direct.direct(self._host.module(), launched, image, io, shapes)
 
     def append(self, path: str, problem: AttentionProblem, io: AppendIO) -> None:
         """Write the rows into their slots."""

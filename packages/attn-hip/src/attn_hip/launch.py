@@ -67,22 +67,27 @@ def run(launch: Launch, image: DeviceImage, io: RunIO) -> None:
         run_strided(lambda dense: run(launch, image, dense), io)
         return
     q, k, v = io.q, io.k, io.v
-    paged, masked = "kv_indices" in image, "custom_mask" in image
-    items, merges = image["items"], image["merges"]
     floats, scale_pointers = _NEUTRAL
     q_scale, k_scale, v_scale = io.q_scale, io.k_scale, io.v_scale
     if not neutral(q_scale, k_scale, v_scale):
         floats, scale_pointers = scales_of(q_scale, k_scale, v_scale)
-    at = pointers(io)
     launch.kernel.run(
-        *at[:5], q.stride(), k.stride(), v.stride(), out.stride(),
-        image["qo_indptr"].data_ptr(), image["kv_indptr"].data_ptr(),
-        image["kv_indices"].data_ptr() if paged else 0, image["kv_len"].data_ptr(),
-        image["custom_mask"].data_ptr() if masked else 0, image["mask_indptr"].data_ptr() if masked else 0,
-        items.data_ptr(), merges.data_ptr(), image["counts"].data_ptr(),
-        items.shape[0] // _ITEM_WORDS, merges.shape[0] // _ITEM_WORDS,
-        at[5], launch.slots, launch.tile_q, *floats, *scale_pointers, torch.get_num_threads(),
+        arrays_of(launch, image), *pointers(io), q.stride(), k.stride(), v.stride(), out.stride(),
+        *floats, *scale_pointers, torch.get_num_threads(),
     )  # fmt: skip
+
+
+_ARRAYS = (
+    "qo_indptr", "kv_indptr", "kv_indices", "kv_len", "custom_mask", "mask_indptr",
+    "items", "merges", "counts",
+)  # fmt: skip
+
+
+def arrays_of(launch: Launch, image: DeviceImage) -> Any:
+    """Return where a plan's index arrays are, as native code takes them."""
+    at = [image[name].data_ptr() if name in image else 0 for name in _ARRAYS]
+    capacity = (image[name].shape[0] // _ITEM_WORDS for name in ("items", "merges"))
+    return launch.kernel.arrays(at, *capacity, launch.slots, launch.tile_q)
 
 
 def pointers(io: RunIO) -> tuple[int, int, int, int, int, int]:

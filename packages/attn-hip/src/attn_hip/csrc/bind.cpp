@@ -11,8 +11,10 @@
 #include <string>
 #include <vector>
 
+#include "bind_direct.h"
 #include "bind_memory.h"
 #include "bind_rows.h"
+#include "bind_run.h"
 #include "gpu_launch.h"
 #include "kernels.h"
 #include "planner.h"
@@ -90,161 +92,33 @@ py::tuple capacity(const PlanInput& in, int64_t batch, int64_t total_q, int64_t 
   return py::make_tuple(most.items, most.merges, most.slots);
 }
 
-// The facts of a problem as far as they do not depend on memory.
-AttendParams problem_params(int q_dtype, int kv_dtype, int o_dtype, int num_qo_heads, int num_kv_heads,
-                            int head_dim_qk, int head_dim_vo, int page_size, int mask, int position, int window_left,
-                            float sm_scale, float soft_cap) {
-  require(num_kv_heads > 0 && num_qo_heads > 0 && num_qo_heads % num_kv_heads == 0,
-          "native: num_qo_heads needs to be a multiple of num_kv_heads [fa2.native]");
-  require(std::min(head_dim_qk, head_dim_vo) > 0 && std::max(head_dim_qk, head_dim_vo) <= kMostDims,
-          "native: head dims need to be 1 to 1024 [fa2.native]");
-  AttendParams p = {};
-  p.q_dtype = q_dtype, p.kv_dtype = kv_dtype, p.o_dtype = o_dtype;
-  p.num_qo_heads = num_qo_heads, p.num_kv_heads = num_kv_heads, p.group = num_qo_heads / num_kv_heads;
-  p.head_dim_qk = head_dim_qk, p.head_dim_vo = head_dim_vo, p.page_size = page_size;
-  p.mask = mask, p.position = position, p.window_left = window_left;
-  p.sm_scale = sm_scale, p.soft_cap = soft_cap;
-  p.q_scale = p.k_scale = p.v_scale = 1.f;
-  return p;
+Kernel::Arrays host_arrays(const Kernel&, const std::array<uint64_t, 9>& a, int64_t item_capacity,
+                           int64_t merge_capacity, int64_t slots, int tile_q) {
+  return {a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], item_capacity, merge_capacity, slots, tile_q};
 }
 
-// Fills in the tensors of a run.
-void set_tensors(AttendParams& p, bool heads_first, uint64_t q, uint64_t k, uint64_t v, uint64_t out, uint64_t lse,
-                 const py::tuple& q_strides, const py::tuple& k_strides, const py::tuple& v_strides,
-                 const py::tuple& out_strides, uint64_t partials, int64_t slots) {
-  p.q = at<void>(q), p.k = at<void>(k), p.v = at<void>(v), p.out = at<void>(out), p.lse = at<float>(lse);
-  p.q_stride_row = stride(q_strides, 0), p.q_stride_head = stride(q_strides, 1);
-  p.out_stride_row = stride(out_strides, 0), p.out_stride_head = stride(out_strides, 1);
-  const KvStrides ks = kv_strides(k_strides, p.page_size, heads_first);
-  const KvStrides vs = kv_strides(v_strides, p.page_size, heads_first);
-  p.k_stride_page = ks.page, p.k_stride_token = ks.token, p.k_stride_head = ks.head;
-  p.v_stride_page = vs.page, p.v_stride_token = vs.token, p.v_stride_head = vs.head;
-  p.partial_out = at<float>(partials), p.partial_lse = p.partial_out + slots * p.tile_q * p.head_dim_vo;
+void run_kernel(const Kernel& kernel, const Kernel::Arrays& arrays, uint64_t q, uint64_t k, uint64_t v, uint64_t out,
+                uint64_t lse, uint64_t partials, const py::tuple& q_strides, const py::tuple& k_strides,
+                const py::tuple& v_strides, const py::tuple& out_strides, float q_scale, float k_scale, float v_scale,
+                uint64_t q_scale_ptr, uint64_t k_scale_ptr, uint64_t v_scale_ptr, int threads) {
+  kernel.run(arrays, placed(q, q_strides), placed(k, k_strides), placed(v, v_strides), placed(out, out_strides), lse,
+             partials, {q_scale, k_scale, v_scale, q_scale_ptr, k_scale_ptr, v_scale_ptr}, threads);
 }
 
-// The facts of a problem, ready to be launched. Immutable, so threads may share it.
-class Kernel {
- public:
-  Kernel(int q_dtype, int kv_dtype, int o_dtype, int num_qo_heads, int num_kv_heads, int head_dim_qk, int head_dim_vo,
-         int page_size, bool heads_first, int mask, int position, int window_left, float sm_scale, float soft_cap,
-         double rope_theta, double rope_scale)
-      : p_(problem_params(q_dtype, kv_dtype, o_dtype, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size,
-                          mask, position, window_left, sm_scale, soft_cap)),
-        heads_first_(heads_first) {
-    if (position == kPositionRope) {
-      turns_.resize(size_t(head_dim_qk / 2));
-      rope_turns(head_dim_qk, rope_theta, rope_scale, turns_.data());
-      p_.rope_turns = turns_.data();
-    }
-    if (position == kPositionAlibi) {
-      slopes_.resize(size_t(num_qo_heads));
-      alibi_slopes(num_qo_heads, slopes_.data());
-      p_.alibi_slopes = slopes_.data();
-    }
-  }
-  Kernel(const Kernel&) = delete;
-  Kernel& operator=(const Kernel&) = delete;
+int run_gpu_scaled(const GpuPlan& plan, uint64_t stream, uint64_t q, uint64_t k, uint64_t v, uint64_t out, uint64_t lse,
+                   uint64_t partials, const py::tuple& q_strides, const py::tuple& k_strides,
+                   const py::tuple& v_strides, const py::tuple& out_strides, float q_scale, float k_scale,
+                   float v_scale, uint64_t q_scale_ptr, uint64_t k_scale_ptr, uint64_t v_scale_ptr) {
+  return plan.run(stream, placed(q, q_strides), placed(k, k_strides), placed(v, v_strides), placed(out, out_strides),
+                  lse, partials, {q_scale, k_scale, v_scale, q_scale_ptr, k_scale_ptr, v_scale_ptr});
+}
 
-  void run(uint64_t q, uint64_t k, uint64_t v, uint64_t out, uint64_t lse, const py::tuple& q_strides,
-           const py::tuple& k_strides, const py::tuple& v_strides, const py::tuple& out_strides, uint64_t qo_indptr,
-           uint64_t kv_indptr, uint64_t kv_indices, uint64_t kv_len, uint64_t custom_mask, uint64_t mask_indptr,
-           uint64_t items, uint64_t merges, uint64_t counts, int64_t item_capacity, int64_t merge_capacity,
-           uint64_t partials, int64_t slots, int tile_q, float q_scale, float k_scale, float v_scale,
-           uint64_t q_scale_ptr, uint64_t k_scale_ptr, uint64_t v_scale_ptr, int threads) const {
-    AttendParams p = p_;
-    p.tile_q = tile_q;
-    set_tensors(p, heads_first_, q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, partials, slots);
-    p.qo_indptr = at<int32_t>(qo_indptr), p.kv_indptr = at<int32_t>(kv_indptr), p.kv_len = at<int32_t>(kv_len);
-    p.kv_indices = at<int32_t>(kv_indices);
-    p.custom_mask = at<uint8_t>(custom_mask), p.mask_indptr = at<int32_t>(mask_indptr);
-    p.q_scale = q_scale, p.k_scale = k_scale, p.v_scale = v_scale;
-    p.q_scale_ptr = at<float>(q_scale_ptr), p.k_scale_ptr = at<float>(k_scale_ptr);
-    p.v_scale_ptr = at<float>(v_scale_ptr);
-    const int32_t* said = at<const int32_t>(counts);
-    require(said[0] >= 0 && said[0] <= item_capacity && said[1] >= 0 && said[1] <= merge_capacity && said[2] <= slots &&
-                said[3] >= 0 && said[3] <= p.num_kv_heads && (said[2] == 0 || partials),
-            "native: counts of the plan image need to fit its arrays [fa2.native]");
-    launch(p, at<const WorkItem>(items), said[0], at<const MergeItem>(merges), said[1], said[3], threads);
-  }
-
- private:
-  static void launch(const AttendParams& p, const WorkItem* items, int num_items, const MergeItem* merges,
-                     int num_merges, int max_heads, int threads) {
-    const py::gil_scoped_release released;
-    const Region region = {num_items, num_merges, attend_scratch_bytes(p, max_heads),
-                           [&p, items](int64_t i, void* scratch) { attend_item(p, items[i], scratch); },
-                           [&p, merges](int64_t i, void*) { merge_item(p, merges[i]); }};
-    run_region(region, threads);
-  }
-
-  AttendParams p_ = {};
-  bool heads_first_;
-  std::vector<double> turns_;
-  std::vector<float> slopes_;
-};
-
-// The plan of a run on a GPU: kernels, index arrays, grid sizes. Immutable; what changes per run is passed to run().
-class GpuPlan {
- public:
-  struct Arrays {
-    uint64_t qo_indptr, kv_indptr, kv_indices, kv_len, custom_mask, mask_indptr, rope_turns, alibi_slopes;
-    uint64_t items, merges, counts;
-  };
-
-  GpuPlan(const GpuDriver& driver, GpuFunction attend, GpuFunction merge, const AttendParams& problem,
-          bool heads_first, int tile_q, const Arrays& arrays, unsigned num_items, unsigned num_merges, int64_t slots)
-      : driver_(driver), attend_(attend), merge_(merge), heads_first_(heads_first), num_items_(num_items),
-        num_merges_(num_merges), slots_(slots) {
-    AttendParams& p = launch_.params;
-    p = problem;
-    p.tile_q = tile_q;
-    p.qo_indptr = at<int32_t>(arrays.qo_indptr), p.kv_indptr = at<int32_t>(arrays.kv_indptr);
-    p.kv_indices = at<int32_t>(arrays.kv_indices), p.kv_len = at<int32_t>(arrays.kv_len);
-    p.custom_mask = at<uint8_t>(arrays.custom_mask), p.mask_indptr = at<int32_t>(arrays.mask_indptr);
-    p.rope_turns = at<double>(arrays.rope_turns), p.alibi_slopes = at<float>(arrays.alibi_slopes);
-    launch_.items = at<WorkItem>(arrays.items), launch_.counts = at<int32_t>(arrays.counts);
-    launch_.merges = at<MergeItem>(arrays.merges);
-  }
-
-  // Enqueues the kernels; returns the driver's error code.
-  int run(uint64_t stream, uint64_t q, uint64_t k, uint64_t v, uint64_t out, uint64_t lse, uint64_t partials,
-          const py::tuple& q_strides, const py::tuple& k_strides, const py::tuple& v_strides,
-          const py::tuple& out_strides) const {
-    AttendLaunch launch = launch_;
-    set_tensors(launch.params, heads_first_, q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, partials,
-                slots_);
-    return enqueue(stream, launch);
-  }
-
-  int run_scaled(uint64_t stream, uint64_t q, uint64_t k, uint64_t v, uint64_t out, uint64_t lse, uint64_t partials,
-                 const py::tuple& q_strides, const py::tuple& k_strides, const py::tuple& v_strides,
-                 const py::tuple& out_strides, float q_scale, float k_scale, float v_scale, uint64_t q_scale_ptr,
-                 uint64_t k_scale_ptr, uint64_t v_scale_ptr) const {
-    AttendLaunch launch = launch_;
-    AttendParams& p = launch.params;
-    set_tensors(p, heads_first_, q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, partials, slots_);
-    p.q_scale = q_scale, p.k_scale = k_scale, p.v_scale = v_scale;
-    p.q_scale_ptr = at<float>(q_scale_ptr), p.k_scale_ptr = at<float>(k_scale_ptr);
-    p.v_scale_ptr = at<float>(v_scale_ptr);
-    return enqueue(stream, launch);
-  }
-
- private:
-  int enqueue(uint64_t stream, AttendLaunch& launch) const {
-    const py::gil_scoped_release released;
-    const int error = gpu_launch(driver_, attend_, num_items_, stream, &launch);
-    if (error || num_merges_ == 0) return error;
-    MergeLaunch merge = {launch.params, launch.merges, launch.counts};
-    return gpu_launch(driver_, merge_, num_merges_ * (launch.params.tile_q / kMergeRows), stream, &merge);
-  }
-
-  GpuDriver driver_;
-  GpuFunction attend_, merge_;
-  AttendLaunch launch_ = {};
-  bool heads_first_;
-  unsigned num_items_, num_merges_;
-  int64_t slots_;
-};
+int run_gpu(const GpuPlan& plan, uint64_t stream, uint64_t q, uint64_t k, uint64_t v, uint64_t out, uint64_t lse,
+            uint64_t partials, const py::tuple& q_strides, const py::tuple& k_strides, const py::tuple& v_strides,
+            const py::tuple& out_strides) {
+  return run_gpu_scaled(plan, stream, q, k, v, out, lse, partials, q_strides, k_strides, v_strides, out_strides, 1.f,
+                        1.f, 1.f, 0, 0, 0);
+}
 
 GpuDriver gpu_driver(uint64_t launch, uint64_t get_current, uint64_t set_current, bool hip, uint64_t owner) {
   require(launch && get_current && set_current, "native: a driver needs its functions [fa2.native]");
@@ -291,7 +165,10 @@ PYBIND11_MODULE(ATTN_MODULE, m) {
       .def("write", &write_plan);
   py::class_<Kernel>(m, "Kernel", py::module_local())
       .def(py::init<int, int, int, int, int, int, int, int, bool, int, int, int, float, float, double, double>())
-      .def("run", &Kernel::run);
+      .def("run", &run_kernel)
+      .def("arrays", &host_arrays)
+      .def("direct", &direct_host);
+  py::class_<Kernel::Arrays>(m, "HostArrays", py::module_local());
   py::class_<AppendParams>(m, "Append", py::module_local()).def(py::init(&append_params));
   py::class_<SampleParams>(m, "Sample", py::module_local()).def(py::init(&sample_params));
   py::class_<AttendParams>(m, "Problem", py::module_local());
@@ -304,8 +181,11 @@ PYBIND11_MODULE(ATTN_MODULE, m) {
   py::class_<GpuPlan>(m, "GpuPlan", py::module_local())
       .def(py::init<const GpuDriver&, GpuFunction, GpuFunction, const AttendParams&, bool, int,
                     const GpuPlan::Arrays&, unsigned, unsigned, int64_t>())
-      .def("run", &GpuPlan::run)
-      .def("run_scaled", &GpuPlan::run_scaled);
+      .def("run", &run_gpu)
+      .def("run_scaled", &run_gpu_scaled)
+      .def("direct", &direct_gpu);
+  py::class_<Held>(m, "Held", py::module_local())
+      .def(py::init<const py::object&, const py::tuple&, const py::tuple&, const py::tuple&, const py::tuple&, int64_t>());
 }
 
 }  // namespace attn

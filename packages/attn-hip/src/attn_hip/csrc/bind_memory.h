@@ -24,14 +24,30 @@ inline int64_t stride(const py::tuple& strides, size_t i) {
   return value;
 }
 
+// A tensor of a run: where it is and its strides, in elements.
+constexpr size_t kMostRunDims = 4;
+struct Placed {
+  uint64_t at = 0;
+  size_t dims = 0;
+  int64_t strides[kMostRunDims] = {};
+};
+
+inline Placed placed(uint64_t address, const py::tuple& strides) {
+  Placed found = {address, strides.size()};
+  require(found.dims <= kMostRunDims, "native: tensors need at most 4 dimensions [fa2.native]");
+  for (size_t i = 0; i < found.dims; i++) found.strides[i] = stride(strides, i);
+  return found;
+}
+
 struct KvStrides {
   int64_t page, token, head;
 };
 
-inline KvStrides kv_strides(const py::tuple& strides, bool paged, bool heads_first) {
-  require(strides.size() == (paged ? 4 : 3), "native: k and v need 4 dimensions when paged, else 3 [fa2.native]");
-  if (!paged) return {0, stride(strides, 0), stride(strides, 1)};
-  return {stride(strides, 0), stride(strides, heads_first ? 2 : 1), stride(strides, heads_first ? 1 : 2)};
+inline KvStrides kv_strides(const Placed& kv, bool paged, bool heads_first) {
+  const int64_t* s = kv.strides;
+  require(kv.dims == (paged ? 4 : 3), "native: k and v need 4 dimensions when paged, else 3 [fa2.native]");
+  if (!paged) return {0, s[0], s[1]};
+  return {s[0], s[heads_first ? 2 : 1], s[heads_first ? 1 : 2]};
 }
 
 }  // namespace attn

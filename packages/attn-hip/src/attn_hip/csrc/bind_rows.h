@@ -17,7 +17,8 @@ inline AppendParams append_params(uint64_t key, uint64_t value, uint64_t k, uint
                            bool heads_first, int64_t nnz, int64_t num_pages, int batch, int num_indices, int dtype,
                            int num_kv_heads, int head_dim_qk, int head_dim_vo, int page_size) {
   require(page_size > 0, "native: page_size needs to be positive [fa2.native]");
-  const KvStrides ks = kv_strides(k_strides, true, heads_first), vs = kv_strides(v_strides, true, heads_first);
+  const KvStrides ks = kv_strides(placed(k, k_strides), true, heads_first);
+  const KvStrides vs = kv_strides(placed(v, v_strides), true, heads_first);
   AppendParams p = {};
   p.key = at<void>(key), p.value = at<void>(value), p.k = at<void>(k), p.v = at<void>(v);
   p.batch_indices = at<int32_t>(batch_indices), p.positions = at<int32_t>(positions);
