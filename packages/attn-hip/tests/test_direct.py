@@ -1,0 +1,373 @@
+"""Runs that native code checks and launches: taken when right, refused as Python's own checks do when not."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import attn_core
+from attn_hip.backend import Fa2Backend
+
+HEADS, KV_HEADS, DIM, PAGE, PAGES, ROWS = 4, 2, 64, 4, 5, 3
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="this torch shows native code no tensors"
+)
+
+
+def i32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def workspace() -> torch.Tensor:
+    return torch.zeros(1 << 20, dtype=torch.uint8)
+
+
+@dataclass
+class Taken:
+    """How many runs native code took, and how many it was offered."""
+
+    taken: int = 0
+    offered: int = 0
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Taken:
+    """Count what native code takes."""
+    count, made = Taken(), Fa2Backend.direct
+
+    def direct(self: Fa2Backend, *args: Any) -> Any:
+        call = made(self, *args)
+        assert call is not None
+
+        def counted(*given: object) -> bool:
+            count.offered += 1
+            took = call(*given)
+            count.taken += took
+            return took
+
+        return counted
+
+    monkeypatch.setattr(Fa2Backend, "direct", direct)
+    return count
+
+
+Call = dict[str, Any]
+"""Arguments of a run by name: q, k, v (pair and ragged) or kv, out, lse, scales, return_lse."""
+
+
+class World:
+    """A planned wrapper of one kind and the right call of it."""
+
+    def __init__(self, kind: str, order: str = "NHD", dtype: torch.dtype = torch.float32) -> None:
+        self.kind, self.order = kind, order
+        if kind == "ragged":
+            made: Any = attn_core.BatchPrefillWithRaggedKVCacheWrapper
+        elif kind == "prefill":
+            made = attn_core.BatchPrefillWithPagedKVCacheWrapper
+        else:
+            made = attn_core.BatchDecodeWithPagedKVCacheWrapper
+        self.wrapper: Any = made(workspace(), order, backend="fa2")
+        self.dtype = dtype
+        self.plan()
+
+    def plan(self, last: int = 3) -> None:
+        heads = (HEADS, KV_HEADS, DIM)
+        if self.kind == "ragged":
+            self.wrapper.plan(i32(0, 1, ROWS), i32(0, 5, 12), *heads, causal=True, q_data_type=self.dtype)
+        elif self.kind == "prefill":
+            self.wrapper.plan(
+                i32(0, 1, ROWS), i32(0, 2, 4), i32(1, 0, 4, 2), i32(last, 1), *heads, PAGE, causal=True,
+                q_data_type=self.dtype,
+            )  # fmt: skip
+        else:
+            self.wrapper.plan(
+                i32(0, 2, 2, 4), i32(1, 0, 4, 2), i32(last, 0, 1), *heads, PAGE, q_data_type=self.dtype
+            )
+
+    def right(self, form: str) -> Call:
+        page = (PAGE, KV_HEADS) if self.order == "NHD" else (KV_HEADS, PAGE)
+        call: Call = {"q": random(ROWS, HEADS, DIM).to(self.dtype)}
+        if form == "whole":
+            call["kv"] = random(PAGES, 2, *page, DIM).to(self.dtype)
+        else:
+            shape = (12, KV_HEADS, DIM) if self.kind == "ragged" else (PAGES, *page, DIM)
+            call["k"], call["v"] = random(*shape).to(self.dtype), random(*shape[::-1]).to(self.dtype)
+            call["v"] = call["v"].permute(*reversed(range(len(shape)))).contiguous()
+        return {
+            **call, "out": torch.zeros(ROWS, HEADS, DIM, dtype=self.dtype), "lse": torch.zeros(ROWS, HEADS),
+            "return_lse": True,
+        }  # fmt: skip
+
+    def run(self, call: Call) -> Any:
+        call = dict(call)
+        if "kv" in call:
+            cache: tuple[Any, ...] = (call.pop("kv"),)
+        elif self.kind == "ragged":
+            cache = (call.pop("k"), call.pop("v"))
+        else:
+            cache = ((call.pop("k"), call.pop("v")),)
+        return self.wrapper.run(call.pop("q"), *cache, **call)
+
+
+def outcome(world: World, call: Call) -> tuple[Any, ...]:
+    """Return what a call gave or raised, and what it wrote."""
+    written = [t for t in (call.get("out"), call.get("lse")) if isinstance(t, torch.Tensor)]
+    try:
+        found = world.run(call)
+    except Exception as error:
+        return type(error), str(error)
+    found = found if isinstance(found, tuple) else (found,)
+    return tuple(
+        t.detach().clone().nan_to_num(nan=1e30) for t in (*found, *written) if t.layout is torch.strided
+    )
+
+
+def same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    if len(a) != len(b):
+        return False
+    return all(
+        torch.equal(x, y) if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) else x is y or x == y
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+KINDS = [
+    ("decode", "pair"),
+    ("decode", "whole"),
+    ("prefill", "pair"),
+    ("prefill", "whole"),
+    ("ragged", "pair"),
+]
+WAYS: list[tuple[str, Callable[[Call], None]]] = [
+    ("as it is", lambda call: None),
+    ("no out", lambda call: call.pop("out")),
+    ("no lse", lambda call: call.pop("lse")),
+    ("neither", lambda call: [call.pop("out"), call.pop("lse")]),
+    ("lse not returned", lambda call: call.update(return_lse=False)),
+    ("scales", lambda call: call.update(q_scale=0.5, k_scale=3.0, v_scale=2.0)),
+    ("spread rows", lambda call: call.update(q=torch.cat([call["q"]] * 2, 2)[..., :DIM])),
+    ("requires grad", lambda call: call["q"].requires_grad_()),
+]
+
+
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+@pytest.mark.parametrize(("kind", "form"), KINDS)
+@pytest.mark.parametrize("way", [way for _, way in WAYS], ids=[name for name, _ in WAYS])
+def test_a_right_call_is_taken_from_the_third_run_on(
+    taken: Taken, kind: str, form: str, order: str, way: Callable[[Call], None]
+) -> None:
+    world = World(kind, order)
+    call = world.right(form)
+    way(call)
+    first, second = outcome(world, call), outcome(world, call)
+    assert taken.offered == 0
+    third = outcome(world, {**call, "q": call["q"].clone() if call["q"].is_contiguous() else call["q"]})
+    assert taken.taken == (0 if (kind, order) == ("ragged", "HND") else 1)
+    assert same(first, second)
+    assert same(first, third)
+
+
+def freed(t: torch.Tensor) -> torch.Tensor:
+    t = t.clone()
+    t.untyped_storage().resize_(0)
+    return t
+
+
+def negated(t: torch.Tensor) -> torch.Tensor:
+    return torch.complex(torch.zeros_like(t), -t).conj().imag
+
+
+def spread(t: torch.Tensor) -> torch.Tensor:
+    return torch.stack([t, t], -1).flatten(-2)[..., ::2]
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "half": lambda t: t.half(),
+    "double": lambda t: t.double(),
+    "bits": lambda t: t.view(torch.int32),
+    "fewer rows": lambda t: t[:2],
+    "more rows": lambda t: torch.cat([t, t]),
+    "a dimension less": lambda t: t[0],
+    "a dimension more": lambda t: t[None],
+    "fewer heads": lambda t: t[:, :1],
+    "short last": lambda t: t[..., : t.shape[-1] // 2],
+    "swapped": lambda t: t.transpose(0, 1),
+    "spread": spread,
+    "rows apart": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
+    "one row for all": lambda t: t[:1].expand_as(t),
+    "negated": negated,
+    "freed": freed,
+    "fake": lambda t: FakeTensorMode().from_tensor(t),
+    "meta": lambda t: t.to("meta"),
+    "sparse": lambda t: t.to_sparse(),
+    "mkldnn": lambda t: t.to_mkldnn(),
+    "parameter": lambda t: torch.nn.Parameter(t, requires_grad=False),
+    "subclass": lambda t: t.as_subclass(Sub),
+    "list": lambda t: t.tolist(),
+    "none": lambda t: None,
+}
+NAMES = {"pair": ("q", "k", "v", "out", "lse"), "whole": ("q", "kv", "out", "lse")}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("kind", "form"), KINDS)
+def test_a_changed_tensor_has_the_same_outcome_as_without(
+    monkeypatch: pytest.MonkeyPatch, kind: str, form: str, change: str
+) -> None:
+    world = World(kind)
+    for _ in range(3):
+        world.run(world.right(form))
+    with monkeypatch.context() as patch:
+        patch.setattr(Fa2Backend, "direct", lambda *args: None)
+        without = World(kind)
+        for _ in range(2):
+            without.run(without.right(form))
+    for name in NAMES[form]:
+        calls = [{**w.right(form)} for w in (world, without)]
+        for call in calls:
+            call[name] = CHANGES[change](call[name])
+        found, wanted = outcome(world, calls[0]), outcome(without, calls[1])
+        assert same(found, wanted), name
+        again = outcome(world, world.right(form))
+        assert same(again, outcome(without, without.right(form))), name
+
+
+OTHERS: list[Call] = [
+    {"q_scale": 2}, {"k_scale": torch.tensor(2.0)}, {"v_scale": "2"}, {"v_scale": float("nan")},
+    {"q_scale": True}, {"v_scale": torch.ones(2)}, {"return_lse": 1}, {"return_lse": None},
+    {"return_lse": 2}, {"return_lse": "yes"}, {"lse": None, "return_lse": False}, {"out": None}, {"out": 3},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
+@pytest.mark.parametrize(("kind", "form"), KINDS)
+def test_another_argument_has_the_same_outcome_as_without(
+    monkeypatch: pytest.MonkeyPatch, kind: str, form: str, other: Call
+) -> None:
+    world = World(kind)
+    for _ in range(3):
+        world.run(world.right(form))
+    monkeypatch.setattr(Fa2Backend, "direct", lambda *args: None)
+    without = World(kind)
+    assert same(outcome(world, world.right(form) | other), outcome(without, without.right(form) | other))
+
+
+@pytest.mark.parametrize("overlap", ["q", "k", "lse"])
+def test_an_output_that_lies_over_an_input_is_left_to_the_checks(taken: Taken, overlap: str) -> None:
+    world = World("decode")
+    call = world.right("pair")
+    for _ in range(3):
+        world.run(call)
+    call["out"] = {
+        "q": lambda: call["q"],
+        "k": lambda: call["k"].view(-1)[: ROWS * HEADS * DIM].view(ROWS, HEADS, DIM),
+        "lse": lambda: call["out"],
+    }[overlap]()
+    if overlap == "lse":
+        call["lse"] = call["out"].view(-1)[: ROWS * HEADS].view(ROWS, HEADS)
+    before = taken.taken
+    outcome(world, call)
+    assert taken.taken == before
+
+
+def test_caches_of_the_wrong_form_are_refused_as_without(taken: Taken) -> None:
+    world = World("decode")
+    call = world.right("whole")
+    for _ in range(3):
+        world.run(call)
+    kv = call["kv"]
+    wrong: list[Any] = [
+        (kv[:, 0],), (kv[:, 0], kv[:, 1], kv[:, 1]), [kv[:, 0], kv[:, 1]], (kv, kv), kv[:, :1],
+        kv.transpose(1, 2), torch.cat([kv, kv], 1), kv[0], kv[:, :, :1], "kv", None, (kv[:, 0], None),
+    ]  # fmt: skip
+    before = taken.taken
+    for cache in wrong:
+        with pytest.raises((ValueError, TypeError), match=r"\[core\."):
+            world.run({**call, "kv": cache})
+    assert taken.taken == before
+    view = attn_core.CacheView.split(kv, 1)
+    assert same(outcome(world, {**call, "kv": view}), outcome(world, call))
+
+
+def test_a_new_plan_is_asked_anew_and_a_workspace_is_taken_as_it_is(taken: Taken) -> None:
+    world, other = World("decode"), World("decode")
+    call = world.right("whole")
+    for _ in range(3):
+        old = outcome(world, call)
+    world.plan(last=1)
+    other.plan(last=1)
+    new = [outcome(world, call) for _ in range(4)]
+    wanted = outcome(other, call)
+    assert taken.taken == 3
+    assert all(same(found, wanted) for found in new)
+    assert not same(old, wanted)
+    world.wrapper.reset_workspace_buffer(workspace(), workspace())
+    gc.collect()
+    assert same(outcome(world, call), wanted)
+    with pytest.raises(ValueError, match=r"core\."):
+        world.wrapper.plan(i32(0, 2), i32(1, 0), i32(9), HEADS, KV_HEADS, DIM, PAGE)
+    assert same(outcome(world, call), wanted)
+
+
+def test_a_graph_wrapper_follows_its_buffers(taken: Taken) -> None:
+    buffers = (torch.zeros(2, dtype=torch.int32), torch.zeros(PAGES, dtype=torch.int32))
+    wrapper = attn_core.BatchDecodeWithPagedKVCacheWrapper(
+        workspace(), use_cuda_graph=True,
+        paged_kv_indptr_buffer=buffers[0], paged_kv_indices_buffer=buffers[1],
+        paged_kv_last_page_len_buffer=torch.zeros(1, dtype=torch.int32), backend="fa2",
+    )  # fmt: skip
+    plain = attn_core.BatchDecodeWithPagedKVCacheWrapper(workspace(), backend="fa2")
+    q, kv = random(1, HEADS, DIM), random(PAGES, 2, PAGE, KV_HEADS, DIM)
+    for pages in ([3], [1, 2, 0], [4, 3, 2, 1, 0], [0, 4]):
+        for w in (wrapper, plain):
+            w.plan(
+                i32(0, len(pages)), i32(*pages), i32(2), HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.float32
+            )
+        for _ in range(4):
+            assert torch.equal(wrapper.run(q, kv), plain.run(q, kv))
+    assert taken.taken == 4 * 2 * 2
+
+
+def test_a_torch_that_shows_no_tensors_runs_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attn_hip.direct._EXCHANGE", "__no_such_thing__")
+    world = World("decode")
+    call = world.right("whole")
+    found = [outcome(world, call) for _ in range(4)]
+    assert world.wrapper._plan_info.direct.call is None
+    assert all(same(found[0], other) for other in found)
+
+
+def test_the_function_keeps_what_it_needs_and_refuses_a_wrong_number_of_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept: list[Any] = []
+    made = Fa2Backend.direct
+    monkeypatch.setattr(Fa2Backend, "direct", lambda self, *args: kept.append(made(self, *args)) or kept[-1])
+    world = World("prefill")
+    call = world.right("pair")
+    for _ in range(2):
+        wanted = world.run({**call, "out": None})[0]
+    del world
+    gc.collect()
+    out = torch.zeros(ROWS, HEADS, DIM)
+    arguments = (call["q"], (call["k"], call["v"]), out, None, workspace(), None, None, None)
+    assert kept[0](*arguments) is True
+    assert torch.equal(out, wanted)
+    assert kept[0](call["q"].half(), *arguments[1:]) is False
+    with pytest.raises(TypeError, match="needs 8 arguments, got 7"):
+        kept[0](*arguments[:-1])
