@@ -2,8 +2,8 @@
 
 Problems are small, so that kernels take less time than the host does to enqueue them; of many calls
 between two synchronisations none waits for the device. Both libraries plan the same batch, write into memory
-that is given, and their results are compared. Beside them: run() down to the native call, the native call
-alone, one torch operator, and the route decision of a plan.
+that is given, and their results are compared. Beside them: the native call that checks and launches alone, run()
+with the checks in Python, one torch operator, and the route decision of a plan.
 
     python benchmarks/host_gpu.py [--json FILE]
 """
@@ -45,27 +45,23 @@ def in_turns(calls: dict[str, Call]) -> dict[str, float]:
 
 
 def stages(wrapper: Any, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> dict[str, Call]:
-    """Return parts of run(): from the backend on, and the native call with its arguments ready."""
-    state, seen = wrapper._state, []
-    backend = state.decision.backend
-    launch = state.launch
-    holder = getattr(launch, "memo", None)
-    real = backend.run
-    backend.run = lambda *given: seen.append(given)
-    try:
+    """Return parts of run(): the native call that checks and launches, and the whole run without it."""
+    for _ in range(2):
         wrapper.run(q, cache, out=out)
-    finally:
-        del backend.run
-    (given,) = seen
-    parts: dict[str, Call] = {"from the backend on": lambda: real(*given)}
-    if holder is not None:
-        real(*given)
-        io, plan = given[2], holder.bound.plan
-        stream = torch.cuda.current_stream().cuda_stream
-        at = (stream, *(t.data_ptr() for t in (io.q, io.k, io.v, out)), 0, io.workspace.data_ptr())
-        strides = tuple(t.stride() for t in (io.q, io.k, io.v, out))
-        parts["native call"] = lambda: plan.run(*at, *strides)
-    return parts
+    slot, buffer = wrapper._state.direct, wrapper._float_workspace_buffer
+    call = slot.call
+    if call is None:
+        return {}
+
+    def checked_in_python() -> None:
+        slot.call = None
+        wrapper.run(q, cache, out=out)
+        slot.call = call
+
+    return {
+        "native call": lambda: call(q, cache, out, None, buffer, None, None, None),
+        "checked in Python": checked_in_python,
+    }
 
 
 def row(op: str, batch_size: int, q_len: int, peer: Any) -> dict[str, object]:

@@ -267,6 +267,16 @@ def test_another_argument_has_the_same_outcome_as_without(
     assert same(outcome(world, world.right(form) | other), outcome(without, without.right(form) | other))
 
 
+@pytest.mark.parametrize("name", NAMES["pair"])
+def test_a_subclass_is_left_to_the_checks(taken: Taken, name: str) -> None:
+    world = World("decode")
+    call = world.right("pair")
+    for _ in range(2):
+        wanted = outcome(world, call)
+    assert same(outcome(world, call | {name: call[name].as_subclass(Sub)})[:2], wanted[:2])
+    assert (taken.offered, taken.taken) == (1, 0)
+
+
 @pytest.mark.parametrize("overlap", ["q", "k", "lse"])
 def test_an_output_that_lies_over_an_input_is_left_to_the_checks(taken: Taken, overlap: str) -> None:
     world = World("decode")
