@@ -183,10 +183,6 @@ def freed(t: torch.Tensor) -> torch.Tensor:
     return t
 
 
-def negated(t: torch.Tensor) -> torch.Tensor:
-    return torch.complex(torch.zeros_like(t), -t).conj().imag
-
-
 def spread(t: torch.Tensor) -> torch.Tensor:
     return torch.stack([t, t], -1).flatten(-2)[..., ::2]
 
@@ -209,7 +205,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
     "spread": spread,
     "rows apart": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
     "one row for all": lambda t: t[:1].expand_as(t),
-    "negated": negated,
+    "negated": torch._neg_view,
     "freed": freed,
     "fake": lambda t: FakeTensorMode().from_tensor(t),
     "meta": lambda t: t.to("meta"),
