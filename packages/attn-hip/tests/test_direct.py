@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -368,8 +369,10 @@ def test_the_function_keeps_what_it_needs_and_refuses_a_wrong_number_of_argument
     call = world.right("pair")
     for _ in range(2):
         wanted = world.run({**call, "out": None})[0]
+    items = weakref.ref(world.wrapper._plan_info.image["items"])
     del world
     gc.collect()
+    assert items() is not None
     out = torch.zeros(ROWS, HEADS, DIM)
     arguments = (call["q"], (call["k"], call["v"]), out, None, workspace(), None, None, None)
     assert kept[0](*arguments) is True

@@ -159,7 +159,9 @@ def latent(backend: Backend, target: DeviceTarget, rng: Random) -> Planned:
             "head_dim_kpe": qk - vo, "page_size": size, "causal": causal, "sm_scale": qk**-0.5,
             "q_data_type": dtype, "kv_data_type": dtype,
         },
-        fits=frozenset({"kv_indices:one row more", "kv_len_arr:one more dimension"}),
+        fits=frozenset(
+            {"kv_indices:one row more", "kv_indptr:one row more", "kv_len_arr:one more dimension"}
+        ),
         values={
             "num_heads": (0, -1, 2.0, None, True), "head_dim_ckv": (0, 1.5, None), "head_dim_kpe": (-1, True),
             "page_size": (0, -1, 2.5), "sm_scale": (None, "x", True), "q_data_type": ("int99", 3, None),
