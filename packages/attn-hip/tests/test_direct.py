@@ -178,6 +178,28 @@ def test_a_right_call_is_taken_from_the_third_run_on(
     assert same(first, third)
 
 
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+def test_a_single_call_is_taken_from_the_third_on(taken: Taken, order: str) -> None:
+    q, k, v = random(7, HEADS, DIM), random(31, KV_HEADS, DIM), random(31, KV_HEADS, DIM) * 2
+    if order == "HND":
+        k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
+
+    def run(other: torch.Tensor = q, **options: Any) -> Any:
+        return attn_core.single_prefill_with_kv_cache_return_lse(
+            other, k, v, causal=True, kv_layout=order, backend="fa2", **options
+        )
+
+    found = [run() for _ in range(4)]
+    assert taken.taken == 2
+    assert all(same(found[0], other) for other in found)
+    run(q[:6])  # a plan of its own
+    assert taken.taken == 2
+    assert torch.allclose(run(v_scale=2.0)[0], found[0][0] * 2)
+    assert taken.taken == 3
+    with pytest.raises(TypeError, match=r"negated view"):
+        run(torch._neg_view(q))
+
+
 def freed(t: torch.Tensor) -> torch.Tensor:
     t = t.clone()
     t.untyped_storage().resize_(0)

@@ -149,9 +149,10 @@ class AttentionWrapper(EngineView):
         q_scale: state.Scale | None,
         k_scale: state.Scale | None,
         v_scale: state.Scale | None,
+        plan: PlanState | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
         """Run by the backend's own way; None where it declined, and nothing was done."""
-        s = self._state
+        s = self._state if plan is None else plan
         if is_dynamo_compiling() or s is None or s.direct.call is None or self._eager_capture(s):
             return None
         if (return_lse is not False and return_lse is not True) or cache.__class__ not in _CACHES:
@@ -160,7 +161,7 @@ class AttentionWrapper(EngineView):
             out = _new_out(s, q)
         if return_lse and lse is None:
             lse = torch.empty(s.out_shape[:2], dtype=torch.float32, device=s.device)
-        buffer = self._float_workspace_buffer
+        buffer = self._float_workspace_buffer if s.workspace_bytes else None
         if not s.direct.call(q, cache, out, lse, buffer, q_scale, k_scale, v_scale):
             return None
         return (out, lse) if return_lse and lse is not None else out
