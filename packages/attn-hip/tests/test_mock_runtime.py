@@ -230,6 +230,27 @@ def test_a_failing_launch_raises_the_runtimes_words_and_the_plan_stays(mock: Moc
     )
 
 
+@ARCHS
+def test_runs_that_native_code_checks_launch_the_same(mock: Mock) -> None:
+    batch = Batch((1, 1), (70, 40))
+    wrapper = decode(mock, batch)
+    found = [run(mock, wrapper, batch) for _ in range(2)]
+    slot, took = wrapper._state.direct, []
+    call = slot.call
+    slot.call = lambda *given: took.append(call(*given)) or took[-1]
+    found.append(run(mock, wrapper, batch))
+    assert took == [True]
+    launches = len(mock.launched) // 3
+    assert mock.launched[:launches] == mock.launched[2 * launches :]
+    assert all(map(torch.equal, found[0], found[2]))
+    mock.fail(launch=719)
+    with pytest.raises(RuntimeError, match=r"unspecified launch failure \(719\) \[fa2\.launch\]"):
+        run(mock, wrapper, batch)
+    assert took == [True, False]
+    mock.fail()
+    assert all(map(torch.equal, found[0], run(mock, wrapper, batch)))
+
+
 def test_a_failing_load_refuses_and_the_earlier_plan_still_runs(mock: Mock, fresh_fa2: Fa2Backend) -> None:
     batch = Batch((1,), (40,))
     wrapper = decode(mock, batch)

@@ -30,8 +30,10 @@ def direct(
     if api is None:
         return None
     facts = (torch.Tensor, torch.Tensor.is_neg, io.q, io.k, io.out)
+    device = io.q.device
+    stream = (torch._C._cuda_getCurrentRawStream, device.index) if device.type == "cuda" else ()
     try:
-        held = native.Held(api, facts, (shapes.q, shapes.out), shapes.k, shapes.v, shapes.least_rows)
+        held = native.Held(api, stream, facts, (shapes.q, shapes.out), shapes.k, shapes.v, shapes.least_rows)
     except ValueError:  # a version of the API that is not known here
         return None
     found: DirectRun

@@ -185,7 +185,8 @@ PYBIND11_MODULE(ATTN_MODULE, m) {
       .def("run_scaled", &run_gpu_scaled)
       .def("direct", &direct_gpu);
   py::class_<Held>(m, "Held", py::module_local())
-      .def(py::init<const py::object&, const py::tuple&, const py::tuple&, const py::tuple&, const py::tuple&, int64_t>());
+      .def(py::init<const py::object&, const py::tuple&, const py::tuple&, const py::tuple&, const py::tuple&,
+                    const py::tuple&, int64_t>());
 }
 
 }  // namespace attn

@@ -15,25 +15,26 @@ namespace attn {
 // What the tensors of every run of a plan must be.
 class Held {
  public:
-  // tensors: (torch.Tensor, its is_neg, q, k, out) of a run that was right; shapes of q and out; of k and v, after the
-  // first dimension, whose size is at least least_rows.
-  Held(const py::object& api, const py::tuple& tensors, const py::tuple& q_and_out, const py::tuple& k_tail,
+  // stream: (function, device) for the current stream's handle, or () on a CPU. tensors: (torch.Tensor, its is_neg, q, k,
+  // out) of a run that was right; shapes of q and out; of k and v, after the first dimension, whose size is at least
+  // least_rows.
+  Held(const py::object& api, const py::tuple& stream, const py::tuple& tensors, const py::tuple& q_and_out, const py::tuple& k_tail,
        const py::tuple& v_tail, int64_t least_rows)
       : api_(static_cast<const ExchangeApi*>(PyCapsule_GetPointer(api.ptr(), kExchangeName))),
         tensor_(tensors[0]), is_neg_(tensors[1]), q_shape_(sizes(q_and_out[0])), out_shape_(sizes(q_and_out[1])),
         k_tail_(sizes(k_tail)), v_tail_(sizes(v_tail)), least_rows_(least_rows) {
     if (!api_) throw py::error_already_set();
-    require(api_->major == kExchangeMajor && api_->view && api_->stream,
+    require(api_->major == kExchangeMajor && api_->view,
             "native: the exchange API of tensors needs major version 1 [fa2.native]");
     ExchangeTensor q, k, out;
     if (api_->view(tensors[2].ptr(), &q) || api_->view(tensors[3].ptr(), &k) || api_->view(tensors[4].ptr(), &out)) {
       throw py::error_already_set();
     }
+    if (stream.size()) stream_ = stream[0], stream_device_ = stream[1];
     q_dtype_ = q.dtype, kv_dtype_ = k.dtype, out_dtype_ = out.dtype, device_ = q.device;
   }
 
   size_t kv_dims() const { return k_tail_.size() + 1; }
-  const ExchangeDevice& device() const { return device_; }
 
   // Reads a tensor that has memory and is read as it is stored. No subclass is: it may mean anything.
   bool read(PyObject* object, ExchangeTensor* found) const {
@@ -66,10 +67,13 @@ class Held {
   }
 
   bool stream(uint64_t* found) const {
-    void* current = nullptr;
-    if (device_.type != kExchangeCpu && api_->stream(device_.type, device_.index, &current)) return forget();
-    *found = reinterpret_cast<uint64_t>(current);
-    return true;
+    *found = 0;
+    if (!stream_) return true;
+    PyObject* handle = PyObject_CallOneArg(stream_.ptr(), stream_device_.ptr());
+    if (!handle) return forget();
+    *found = PyLong_AsUnsignedLongLong(handle);
+    Py_DECREF(handle);
+    return !PyErr_Occurred() || forget();
   }
 
  private:
@@ -97,7 +101,7 @@ class Held {
   }
 
   const ExchangeApi* api_;
-  py::object tensor_, is_neg_;
+  py::object tensor_, is_neg_, stream_, stream_device_;
   std::vector<int64_t> q_shape_, out_shape_, k_tail_, v_tail_;
   int64_t least_rows_;
   ExchangeType q_dtype_, kv_dtype_, out_dtype_;

@@ -10,7 +10,6 @@ namespace attn {
 struct ExchangeDevice {
   int32_t type, index;
 };
-constexpr int32_t kExchangeCpu = 1;
 
 struct ExchangeType {
   uint8_t code, bits;
@@ -35,7 +34,7 @@ struct ExchangeApi {
   void* to_managed;
   void* from_managed;
   int (*view)(void* object, ExchangeTensor* out);  // 0, or -1 with a Python error set
-  int (*stream)(int32_t device_type, int32_t device_index, void** out);
+  // The current stream's function follows. It is not used: whether torch answers for ROCm devices is not known here.
 };
 constexpr const char* kExchangeName = "dlpack_exchange_api";
 constexpr uint32_t kExchangeMajor = 1;
