@@ -22,7 +22,7 @@ export ASAN_OPTIONS="detect_leaks=0:halt_on_error=1:abort_on_error=0:log_path=$l
 if [ $# = 0 ]; then
   kernels="matches_the_oracle or survives or depend or replays or appends or fits or attends or sampl"
   set -- "$tests/test_conformance.py" "$tests/test_kernels.py" "$tests/test_fa2.py" "$tests/test_planner.py" \
-    -k "$kernels or test_kernels or test_fa2 or test_planner" --numprocesses=2 --maxfail=3 --max-worker-restart=2
+    "$tests/test_direct.py" -k "$kernels or test_kernels or test_fa2 or test_planner or test_direct" --numprocesses=2 --maxfail=3 --max-worker-restart=2
 fi
 
 timeout 300 "$python" -c 'from attn_hip import build, isa; print(build.ensure(isa.chosen()))'
