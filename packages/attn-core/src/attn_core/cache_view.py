@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .checking import dense
 from .errors import needs
 
 
@@ -125,10 +126,14 @@ def unpack(cache: object, order: str, name: str = "paged_kv_cache") -> tuple[tor
     elif isinstance(cache, CacheView):
         return _widen(cache.k, order, name), _widen(cache.v, order, name)
     elif isinstance(cache, torch.Tensor):
-        if cache.ndim not in (4, 5) or cache.shape[1] != 2:
-            want = "one tensor of shape [pages, 2, ...]"
-            raise ValueError(needs(name, want, f"shape {tuple(cache.shape)}", "core.cache-shape"))
-        k, v = cache.unbind(1)
+        try:
+            if cache.ndim not in (4, 5) or cache.shape[1] != 2:
+                want = "one tensor of shape [pages, 2, ...]"
+                raise ValueError(needs(name, want, f"shape {tuple(cache.shape)}", "core.cache-shape"))
+            k, v = cache.unbind(1)
+        except RuntimeError:
+            dense(name, cache, "core.cache-shape")  # says what torch has no view of
+            raise
         return _widen(k, order, name), _widen(v, order, name)
     got = type(cache).__name__
     raise TypeError(needs(name, "a (k, v) tuple, one 5-D tensor or a CacheView", got, "core.cache-type"))

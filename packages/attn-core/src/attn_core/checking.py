@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass
+
 import torch
 
 from .errors import needs
@@ -24,7 +26,8 @@ def dense(name: str, value: object, code: str, wanted: str = "a tensor") -> torc
     """Return a tensor whose memory holds its values, at strides.
 
     Raises:
-        TypeError: Not a tensor, a sparse or nested one, or a view that negates or conjugates when it is read.
+        TypeError: Not a tensor, a sparse, nested or fake one, or a view that negates or conjugates when it is
+            read.
         ValueError: Its storage was freed.
     """
     if not isinstance(value, torch.Tensor):
@@ -35,6 +38,8 @@ def dense(name: str, value: object, code: str, wanted: str = "a tensor") -> torc
         return value  # a graph has no views that are read in another way
     if value.is_nested:
         raise TypeError(needs(name, "a dense tensor", "a nested one", code))
+    if value.__class__ is not torch.Tensor and getattr(value, "fake_mode", None) is not None:
+        raise TypeError(needs(name, "a tensor with values", "a fake one, which stands for its shape", code))
     if value.is_neg() or value.is_conj():
         view = "negated" if value.is_neg() else "conjugated"
         want = "a tensor that holds its values (resolve_neg() or resolve_conj() makes one)"
@@ -42,6 +47,33 @@ def dense(name: str, value: object, code: str, wanted: str = "a tensor") -> torc
     if not value.untyped_storage().nbytes() and value.numel() and value.device.type != "meta":
         raise ValueError(needs(name, "memory behind its elements", "none: its storage was freed", code))
     return value
+
+
+def apart(name: str, tensor: torch.Tensor, code: str) -> torch.Tensor:
+    """Return a tensor that is to be written, if every element has memory of its own.
+
+    Raises:
+        ValueError: Strides by which elements share memory, or may: what is written last would stay.
+    """
+    if (
+        not torch.compiler.is_compiling() and not tensor.is_contiguous()
+    ):  # a traced operator looks when it runs
+        reach = 0
+        for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+            if size > 1 and stride <= reach:
+                got = f"strides {tensor.stride()} over {tuple(tensor.shape)}"
+                raise ValueError(needs(name, "distinct memory for every element", got, code))
+            reach += stride * (size - 1)
+    return tensor
+
+
+def in_memory(io: object, code: str) -> None:
+    """Hold every tensor of a backend's arguments to :func:`dense`, before the first of them is written."""
+    names = [f.name for f in fields(io)] if is_dataclass(io) else getattr(io, "__slots__", ())
+    for name in names:
+        value = getattr(io, name)
+        if isinstance(value, torch.Tensor):
+            dense(name, value, code)
 
 
 def whole(name: str, value: object, code: str, least: int | None = None) -> int:

@@ -24,7 +24,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from . import tracing
-from .checking import dense
+from .checking import apart, dense
 from .errors import needs
 
 _V_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -91,9 +91,7 @@ def merge_state_in_place(
     _check_state("v", v, "s", s, ndim=3)
     _check_other("v_other", v_other, "s_other", s_other, like=v)
     for name, tensor in (("v", v), ("s", s)):
-        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            wanted = "one memory location per element"
-            raise ValueError(needs(name, wanted, f"strides {tuple(tensor.stride())}", "core.merge-overlap"))
+        apart(name, tensor, "core.merge-overlap")
     if mask is not None:
         _check_mask(mask, v)
     new_v, new_s = _merge_two(v, s, v_other, s_other)

@@ -12,7 +12,7 @@ from . import notices, plugins, tracing
 from .backend import AppendBackend, AppendIO
 from .batch import INDEX_DTYPES, INT32_MAX, BatchShape, first_true, narrow
 from .cache_view import CacheView, unpack
-from .checking import dense
+from .checking import apart, dense
 from .errors import needs
 from .not_here import refusing
 from .page_indices import get_batch_indices_positions, get_seq_lens
@@ -175,7 +175,7 @@ def check_rows(key: torch.Tensor, value: torch.Tensor, k: torch.Tensor, v: torch
     for name, rows, cache in (("append_key", key, k), ("append_value", value, v)):
         if dense(name, rows, "core.append-shape", "a 3-D tensor").ndim != 3:
             raise ValueError(needs(name, "a 3-D tensor", tuple(rows.shape), "core.append-shape"))
-        dense("paged_kv_cache", cache, "core.cache-shape")
+        apart("paged_kv_cache", dense("paged_kv_cache", cache, "core.cache-shape"), "core.cache-shape")
         want = (cache.shape[heads_at], cache.shape[3])
         if tuple(rows.shape[1:]) != want:
             raise ValueError(

@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 
 from . import tracing
 from .batch import INDEX_DTYPES, INT32_MAX, first_true
-from .checking import dense
+from .checking import apart, dense
 from .errors import needs
 
 
@@ -120,7 +120,10 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
 
 
 def _deliver(values: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    return values.to(torch.int32) if out is None else out.copy_(values)
+    if out is None:
+        return values.to(torch.int32)
+    with torch.inference_mode():  # where alone a tensor made in it may be written
+        return out.copy_(values)
 
 
 def _check_append_values(indptr: torch.Tensor, lens: torch.Tensor, nnz: int) -> None:
@@ -173,8 +176,7 @@ def _check_out(name: str, out: torch.Tensor, nnz: int, device: torch.device) -> 
         raise ValueError(needs(name, f"shape ({nnz},)", tuple(out.shape), "core.append-out"))
     if out.device != device:
         raise ValueError(needs(name, f"the device of append_indptr, {device}", out.device, "core.append-out"))
-    if nnz > 1 and out.stride(0) == 0:
-        raise ValueError(needs(name, "distinct memory for every element", "stride 0", "core.append-out"))
+    apart(name, out, "core.append-out")
 
 
 def _check_count(nnz: int) -> int:

@@ -26,6 +26,7 @@ from .backend import (
 )
 from .batch import HostBatch
 from .capability import FLOATS, FP8, Capability, GraphSupport
+from .checking import in_memory
 from .problem import UNIFORM_OPS, AttentionProblem, MaskMode, Op, PosEncoding
 from .query import Query
 from .reasons import Code, Reason, Stage
@@ -124,14 +125,15 @@ class ReferenceBackend:
             return tuple((n, n + 1, rows, keys, 0, n * rows, (n + 1) * rows) for n in range(graph.batch_size))
         return ((0, graph.batch_size, rows, keys, 0, -1, -1),)
 
-    @torch.no_grad()
+    @torch.inference_mode()  # where alone a tensor made in it may be written
     def run(self, launch: object, image: DeviceImage, io: RunIO) -> None:
         """Compute group after group."""
         assert isinstance(launch, Launch)
+        in_memory(io, "core.layout")
         for group in launch.groups:
             math.attend(launch.problem, group, image, io)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def append(self, path: str, problem: AttentionProblem, io: AppendIO) -> None:
         """Scatter the rows into their slots."""
         math.append(problem, io)
@@ -140,7 +142,7 @@ class ReferenceBackend:
         """Nothing to build."""
         return None
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def sample(self, path: str, io: SamplingIO) -> None:
         """Take an acceptance step."""
         sampling_math.sample(io)

@@ -325,6 +325,6 @@ def _attend(
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, t in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(t, torch.Tensor) or t.ndim != 3:
-            got = tuple(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__
+        if not isinstance(t, torch.Tensor) or t.ndim != 3 or t.is_nested:
+            got = tuple(dense(name, t, "core.kv-shape", "a 3-D tensor").shape)
             raise ValueError(needs(name, "a 3-D tensor", got, "core.kv-shape"))

@@ -9,7 +9,7 @@ import torch
 from .arena import Image
 from .backend import DeviceImage, DirectRun, RunShapes, TensorContract
 from .batch import HostBatch
-from .checking import dense
+from .checking import apart, dense
 from .errors import needs
 from .frozen import FrozenShape
 from .problem import PagedKV
@@ -186,7 +186,7 @@ def check_kv(state: PlanState, name: str, t: torch.Tensor, tail: tuple[int, ...]
 
 
 def check_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raise TypeError for a sparse tensor."""
+    """Raise for a tensor whose memory does not hold its values; see ``checking.dense``."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         dense(name, t, "core.layout")
 
@@ -229,11 +229,7 @@ def check_output(
         raise ValueError(needs(name, f"dtype {dtype}", t.dtype, f"core.{name}"))
     if t.device != device:
         raise ValueError(needs(name, f"a tensor on {device}", t.device, f"core.{name}"))
-    if not t.is_contiguous() and any(s == 0 and n > 1 for n, s in zip(t.shape, t.stride(), strict=True)):
-        raise ValueError(
-            needs(name, "distinct memory for every element", f"strides {t.stride()}", f"core.{name}")
-        )
-    return t
+    return apart(name, t, f"core.{name}")
 
 
 def check_scale(name: str, value: object, device: torch.device) -> Scale:

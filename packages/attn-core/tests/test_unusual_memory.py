@@ -1,0 +1,164 @@
+"""Tensors without values, or with elements that share memory: named, and nothing written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import attn_core
+
+HEADS, DIM, PAGE, PAGES = 2, 16, 4, 3
+Change = Callable[[torch.Tensor], torch.Tensor]
+Tensors = dict[str, torch.Tensor]
+
+
+def i32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def fake(t: torch.Tensor) -> torch.Tensor:
+    return FakeTensorMode().from_tensor(t)
+
+
+def freed(t: torch.Tensor) -> torch.Tensor:
+    t = t.clone()
+    t.untyped_storage().resize_(0)
+    return t
+
+
+def inference(t: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return t.clone()
+
+
+def nested(t: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor(list(t))
+
+
+def overlapping(t: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the shape whose rows start one element apart."""
+    return torch.zeros(t.numel()).as_strided(t.shape, [1] * t.ndim)
+
+
+def decode(t: Tensors) -> object:
+    wrapper = attn_core.BatchDecodeWithPagedKVCacheWrapper(
+        torch.zeros(1 << 20, dtype=torch.uint8), backend="reference"
+    )
+    wrapper.plan(t["indptr"], t["indices"], t["last"], HEADS, HEADS, DIM, PAGE, q_data_type=torch.float32)
+    return wrapper.run(t["q"], t["cache"], out=t["out"], lse=t["lse"], return_lse=True)
+
+
+def append(t: Tensors) -> object:
+    return attn_core.append_paged_kv_cache(
+        t["key"], t["value"], t["batch"], t["positions"], t["cache"], t["indices"], t["indptr"], t["last"],
+        backend="reference",
+    )  # fmt: skip
+
+
+def positions(t: Tensors) -> object:
+    return attn_core.get_batch_indices_positions(
+        t["indptr"], t["lens"], 3, batch_indices=t["at"], positions=t["to"]
+    )
+
+
+PAGED = {
+    "indptr": i32(0, 2, 3), "indices": i32(2, 0, 1), "last": i32(2, 3),
+    "cache": random(PAGES, 2, PAGE, HEADS, DIM),
+}  # fmt: skip
+TENSORS = {
+    decode: {
+        **PAGED, "q": random(2, HEADS, DIM), "out": torch.zeros(2, HEADS, DIM), "lse": torch.zeros(2, HEADS),
+    },
+    append: {
+        **PAGED, "key": random(3, HEADS, DIM), "value": random(3, HEADS, DIM) + 1, "batch": i32(0, 1, 1),
+        "positions": i32(5, 0, 2),
+    },
+    positions: {
+        "indptr": i32(0, 2, 3), "lens": i32(6, 3), "at": torch.zeros(3, dtype=torch.int32),
+        "to": torch.zeros(3, dtype=torch.int32),
+    },
+}  # fmt: skip
+WRITTEN = {decode: ("out", "lse"), append: ("cache",), positions: ("at", "to")}
+Call = Callable[[Tensors], object]
+
+
+def given(call: Call, name: str, change: Change) -> tuple[Tensors, Tensors]:
+    """Return what to call with, one tensor of it changed, and copies of the others."""
+    tensors = {key: t.clone() for key, t in TENSORS[call].items()}
+    tensors[name] = change(tensors[name])
+    return tensors, {key: t.clone() for key, t in tensors.items() if key != name}
+
+
+ALL = [pytest.param(call, name, id=f"{call.__name__}-{name}") for call in TENSORS for name in TENSORS[call]]
+OUTPUTS = [
+    pytest.param(call, name, id=f"{call.__name__}-{name}") for call in WRITTEN for name in WRITTEN[call]
+]
+
+
+@pytest.mark.parametrize(("call", "name"), ALL)
+@pytest.mark.parametrize("change", [fake, freed])
+def test_a_tensor_without_values_is_named(call: Call, name: str, change: Change) -> None:
+    """torch's own texts speak of fake modes, data-dependent operators and sizes of storages."""
+    tensors, others = given(call, name, change)
+    with pytest.raises(
+        (TypeError, ValueError), match=r"needs (a tensor with values|memory behind).*\[core\."
+    ):
+        call(tensors)
+    assert all(torch.equal(tensors[key], t) for key, t in others.items())
+
+
+@pytest.mark.parametrize(("call", "name"), OUTPUTS)
+def test_a_tensor_made_in_inference_mode_is_written(call: Call, name: str) -> None:
+    right, _ = given(call, name, torch.clone)
+    call(right)
+    tensors, _ = given(call, name, inference)
+    call(tensors)
+    for key in WRITTEN[call]:
+        assert torch.equal(tensors[key], right[key])
+        assert tensors[key].any()
+
+
+@pytest.mark.parametrize(("call", "name"), OUTPUTS)
+def test_elements_that_share_memory_are_not_written(call: Call, name: str) -> None:
+    tensors, others = given(call, name, overlapping if call is not positions else lambda t: t[:1].expand(3))
+    before = tensors[name].clone()
+    with pytest.raises(ValueError, match=r"needs distinct memory for every element, got strides"):
+        call(tensors)
+    assert torch.equal(tensors[name], before)
+    assert all(torch.equal(tensors[key], t) for key, t in others.items())
+
+
+def test_a_layer_of_a_pool_has_memory_of_its_own() -> None:
+    """Strides in any order, with gaps: slots of a pool ``[page, head, layer, slot, 2, dim]``."""
+    pool = torch.zeros(PAGES, HEADS, 2, PAGE, 2, DIM)
+    cache = tuple(pool[:, :, 1, :, half].transpose(1, 2) for half in (0, 1))
+    tensors, _ = given(append, "cache", torch.zeros_like)
+    append(tensors)
+    want = tensors["cache"]
+    append({**tensors, "cache": cache})  # type: ignore[dict-item]
+    assert torch.equal(torch.stack(cache, 1), want)
+    assert not pool[:, :, 0].any()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_rows_that_are_nested_are_named() -> None:
+    q, k, v = random(3, HEADS, DIM), random(5, HEADS, DIM), random(5, HEADS, DIM)
+    for name in ("q", "k", "v"):
+        tensors = {"q": q, "k": k, "v": v} | {name: nested({"q": q, "k": k, "v": v}[name])}
+        with pytest.raises(TypeError, match=rf"{name}: needs a dense tensor, got a nested one"):
+            attn_core.single_prefill_with_kv_cache(**tensors, backend="reference")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("change", [nested, torch.Tensor.to_mkldnn])
+def test_a_cache_without_views_is_named(change: Change) -> None:
+    tensors, _ = given(decode, "cache", change)
+    with pytest.raises(TypeError, match=r"paged_kv_cache: needs a dense tensor"):
+        decode(tensors)
