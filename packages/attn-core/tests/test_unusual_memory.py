@@ -162,3 +162,33 @@ def test_a_cache_without_views_is_named(change: Change) -> None:
     tensors, _ = given(decode, "cache", change)
     with pytest.raises(TypeError, match=r"paged_kv_cache: needs a dense tensor"):
         decode(tensors)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_query_that_is_nested_is_named() -> None:
+    tensors, _ = given(decode, "q", nested)
+    with pytest.raises(TypeError, match=r"q: needs a dense tensor, got a nested one"):
+        decode(tensors)
+
+
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("times", [1, 4])
+def test_an_output_inside_the_cache_is_refused_and_the_cache_left_as_it_was(half: int, times: int) -> None:
+    tensors, _ = given(decode, "out", torch.clone)
+    cache = tensors["cache"]
+    for _ in range(times):
+        decode(tensors)
+    inside = cache[1, half].view(-1)[: 2 * HEADS * DIM].view(2, HEADS, DIM)
+    with pytest.raises(ValueError, match=r"out: needs memory apart from [kv], got memory inside it"):
+        decode({**tensors, "out": inside})
+    assert torch.equal(cache, TENSORS[decode]["cache"])
+
+
+def test_an_output_beside_the_cache_in_one_allocation_is_written() -> None:
+    tensors, _ = given(decode, "out", torch.clone)
+    cache, want = tensors["cache"], decode(tensors)
+    arena = torch.cat([cache.flatten(), torch.zeros(2 * HEADS * DIM)])
+    beside = arena[cache.numel() :].view(2, HEADS, DIM)
+    decode({**tensors, "cache": arena[: cache.numel()].view_as(cache), "out": beside})
+    assert isinstance(want, tuple)
+    assert torch.equal(beside, want[0])

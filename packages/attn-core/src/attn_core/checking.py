@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 
 import torch
@@ -65,6 +66,32 @@ def apart(name: str, tensor: torch.Tensor, code: str) -> torch.Tensor:
                 raise ValueError(needs(name, "distinct memory for every element", got, code))
             reach += stride * (size - 1)
     return tensor
+
+
+def apart_from(
+    name: str, tensor: torch.Tensor, others: Sequence[tuple[str, torch.Tensor]], code: str
+) -> torch.Tensor:
+    """Return a tensor that is to be written, if it lies outside of tensors that are read meanwhile.
+
+    Raises:
+        ValueError: It lies between the first and the last element of one of them.
+    """
+    if torch.compiler.is_compiling() or not tensor.numel():
+        return tensor
+    begin, end = _extent(tensor)
+    for other_name, other in others:
+        if other.__class__ is not torch.Tensor:
+            dense(other_name, other, code)  # what is fake has no place
+        first, last = _extent(other)
+        if other.device == tensor.device and begin < last and first < end:
+            raise ValueError(needs(name, f"memory apart from {other_name}", "memory inside it", code))
+    return tensor
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    begin = tensor.data_ptr()
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.element_size()
 
 
 def in_memory(io: object, code: str) -> None:

@@ -14,7 +14,7 @@ from . import capture, state, tracing
 from .arguments import check_workspace, refuse
 from .backend import RunIO
 from .cache_view import unpack
-from .checking import device_of, flag, whole
+from .checking import apart_from, device_of, flag, whole
 from .engine_view import EngineView
 from .errors import needs
 from .planner import check_bytes
@@ -119,11 +119,16 @@ class AttentionWrapper(EngineView):
         if s is None:
             s = self._planned()
         device, contract = s.device, s.contract
-        self._check(s, q, k, v)
+        try:
+            self._check(s, q, k, v)
+        except RuntimeError:  # torch's, of a tensor that has no sizes or strides
+            state.check_dense(q, k, v)
+            raise
         if contract.q != "any" and (contract.q == "packed" or q.stride()[2] != 1):
             q = state.fit_q(contract, q)
         if out is not None:
             state.check_output("out", out, s.out_shape, s.o_dtype, device)
+            apart_from("out", out, (("k", k), ("v", v)), "core.out")
         else:
             out = _new_out(s, q)
         if return_lse is not False:
