@@ -30,13 +30,13 @@ def run_plan(
     """Run a plan of a wrapper, None for the one in force."""
     wrapper = tracing.wrapper(handle)
     assert isinstance(wrapper, AttentionWrapper)
-    wrapper._run(
-        q, k, v, out, lse, return_lse,
+    scales = (
         q_factor if q_scale is None else q_scale,
         k_factor if k_scale is None else k_scale,
         v_factor if v_scale is None else v_scale,
-        plan,
-    )  # fmt: skip
+    )
+    if wrapper._run_direct(q, (k, v), out, lse, return_lse, *scales, plan) is None:
+        wrapper._run(q, k, v, out, lse, return_lse, *scales, plan)
 
 
 def _run_fresh(

@@ -78,12 +78,11 @@ def apart_from(
     """
     if torch.compiler.is_compiling() or not tensor.numel():
         return tensor
-    begin, end = _extent(tensor)
     for other_name, other in others:
-        if other.__class__ is not torch.Tensor:
-            dense(other_name, other, code)  # what is fake has no place
-        first, last = _extent(other)
-        if other.device == tensor.device and begin < last and first < end:
+        if not torch._C._is_alias_of(tensor, other):  # type: ignore[attr-defined]
+            continue
+        (begin, end), (first, last) = _extent(tensor), _extent(other)
+        if begin < last and first < end:
             raise ValueError(needs(name, f"memory apart from {other_name}", "memory inside it", code))
     return tensor
 
