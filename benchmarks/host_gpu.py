@@ -2,8 +2,8 @@
 
 Problems are small, so that kernels take less time than the host does to enqueue them; of many calls
 between two synchronisations none waits for the device. Both libraries plan the same batch, write into memory
-that is given, and their results are compared. Beside them: the native call
-that checks and launches alone, run() with the checks in Python, one torch operator, and the route decision.
+that is given, and their results are compared. Beside them: the native call that checks and launches alone,
+run() with the checks in Python, one torch operator, and the route decision of a plan.
 
     python benchmarks/host_gpu.py [--json FILE]
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
 
 import torch
 
@@ -56,15 +55,14 @@ def apart(name: str, tensor: torch.Tensor, code: str) -> torch.Tensor:
     Raises:
         ValueError: Strides by which elements share memory, or may: what is written last would stay.
     """
-    if (
-        not torch.compiler.is_compiling() and not tensor.is_contiguous()
-    ):  # a traced operator looks when it runs
-        reach = 0
-        for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-            if size > 1 and stride <= reach:
-                got = f"strides {tensor.stride()} over {tuple(tensor.shape)}"
-                raise ValueError(needs(name, "distinct memory for every element", got, code))
-            reach += stride * (size - 1)
+    if torch.compiler.is_compiling() or tensor.is_contiguous():
+        return tensor  # a traced operator looks when it runs
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            got = f"strides {tensor.stride()} over {tuple(tensor.shape)}"
+            raise ValueError(needs(name, "distinct memory for every element", got, code))
+        reach += stride * (size - 1)
     return tensor
 
 
@@ -91,15 +89,6 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     begin = tensor.data_ptr()
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return begin, begin + (last + 1) * tensor.element_size()
-
-
-def in_memory(io: object, code: str) -> None:
-    """Hold every tensor of a backend's arguments to :func:`dense`, before the first of them is written."""
-    names = [f.name for f in fields(io)] if is_dataclass(io) else getattr(io, "__slots__", ())
-    for name in names:
-        value = getattr(io, name)
-        if isinstance(value, torch.Tensor):
-            dense(name, value, code)
 
 
 def whole(name: str, value: object, code: str, least: int | None = None) -> int:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from .errors import needs
+from .not_here import OWN_KERNELS
 
 Lookup = Callable[[str], object]
 
@@ -27,8 +28,7 @@ class JitSpec:
 
     def build_and_load(self, *args: object, **kwargs: object) -> NoReturn:
         """Raise NotImplementedError: kernels here are a backend's."""
-        want = "backend= (kernels of a caller's own are a backend plugin here)"
-        raise NotImplementedError(needs("JitSpec.build_and_load", want, "a call", "core.not-here"))
+        raise NotImplementedError(needs("JitSpec.build_and_load", OWN_KERNELS, "a call", "core.not-here"))
 
 
 class MissingJITCacheError(RuntimeError):

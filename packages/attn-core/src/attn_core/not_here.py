@@ -14,7 +14,7 @@ from .errors import needs
 _SPECIFIC = "the wrappers of attn_core (a kernel for one vendor's devices)"
 _ONLY_ATTENTION = "attention wrappers only (this package has no {})"
 _NVFP4 = "keys and values of 8 bits or more (no NVFP4 cache here)"
-_JIT = "backend= (kernels of a caller's own are a backend plugin here)"
+OWN_KERNELS = "backend= (kernels of a caller's own are a backend plugin here)"
 _NO_MODULE = "the wrappers and functions of attn_core (there is no compiled module to call)"
 
 _MLA = """
@@ -48,7 +48,7 @@ _TABLE: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("decode", "mla"), _SPECIFIC, _MLA),
     (("decode", "xqa", ""), _SPECIFIC, "xqa xqa_mla"),
     (("decode", ""), "BatchMLAPagedAttentionWrapper", "BatchDecodeMlaWithPagedKVCacheWrapper"),
-    (("decode",), _JIT, "single_decode_with_kv_cache_with_jit_module"),
+    (("decode",), OWN_KERNELS, "single_decode_with_kv_cache_with_jit_module"),
     (("prefill", "cudnn", "cudnn.prefill"), _SPECIFIC, "cudnn_batch_prefill_with_kv_cache"),
     (
         ("prefill",),
@@ -59,7 +59,7 @@ _TABLE: tuple[tuple[tuple[str, ...], str, str], ...] = (
         """,
     ),
     (("prefill", ""), _SPECIFIC, "trtllm_fmha_v2_prefill trtllm_sage_attention_quantize"),
-    (("prefill",), _JIT, "single_prefill_with_kv_cache_with_jit_module"),
+    (("prefill",), OWN_KERNELS, "single_prefill_with_kv_cache_with_jit_module"),
     (
         ("mla",),
         _SPECIFIC,

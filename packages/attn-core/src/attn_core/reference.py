@@ -26,7 +26,7 @@ from .backend import (
 )
 from .batch import HostBatch
 from .capability import FLOATS, FP8, Capability, GraphSupport
-from .checking import in_memory
+from .checking import dense
 from .problem import UNIFORM_OPS, AttentionProblem, MaskMode, Op, PosEncoding
 from .query import Query
 from .reasons import Code, Reason, Stage
@@ -129,7 +129,10 @@ class ReferenceBackend:
     def run(self, launch: object, image: DeviceImage, io: RunIO) -> None:
         """Compute group after group."""
         assert isinstance(launch, Launch)
-        in_memory(io, "core.layout")
+        for name in io.__slots__:  # before the first of them is written
+            value = getattr(io, name)
+            if isinstance(value, torch.Tensor):
+                dense(name, value, "core.layout")
         for group in launch.groups:
             math.attend(launch.problem, group, image, io)
 

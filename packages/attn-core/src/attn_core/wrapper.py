@@ -158,7 +158,7 @@ class AttentionWrapper(EngineView):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
         """Run by the backend's own way; None where it declined, and nothing was done."""
         s = self._state if plan is None else plan
-        if is_dynamo_compiling() or s is None or s.direct.call is None or self._eager_capture(s):
+        if is_dynamo_compiling() or s is None or s.direct.call is None or self._eager_capture():
             return None
         if (return_lse is not False and return_lse is not True) or cache.__class__ not in _CACHES:
             return None
@@ -263,11 +263,11 @@ class AttentionWrapper(EngineView):
         if whole("window_left", window_left, "core.window") != planned:
             raise ValueError(needs("window_left", f"the planned {planned}", window_left, "core.window"))
 
-    def _eager_capture(self, s: PlanState) -> bool:
-        return self._graph is None and s.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    def _eager_capture(self) -> bool:
+        return self._graph is None and capture.capturing(self.device)
 
     def _refuse_eager_capture(self) -> None:
-        if self._graph is None and capture.capturing(self.device):
+        if self._eager_capture():
             want = "a wrapper with use_cuda_graph=True"
             raise RuntimeError(
                 needs("run during graph capture", want, "an eager one", "core.eager-in-capture")
