@@ -25,6 +25,12 @@ TAIL = """
 """
 
 
+def integers(rng: np.random.Generator, n: int = 64) -> np.ndarray:
+    """Return random words, the special ones first."""
+    special = np.array([0, 1, 2, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0xFFFF, 0x10000], np.uint32)
+    return np.concatenate([special, rng.integers(0, 2**32, n - len(special), np.uint32)])
+
+
 def program(body: str, *, arch: str = "gfx942", lds: int = 0) -> Program:
     return Program.parse(HEAD.format(arch=arch) + body + TAIL.format(lds=lds), "k")
 
