@@ -187,6 +187,11 @@ def test_foreign_names_are_seen_in_code_only(text, named):
     assert foreign(text) == named
 
 
+def test_the_wheel_of_the_example_has_its_licence():
+    example = ROOT / "examples" / "tiny_lm"
+    assert (example / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+
+
 @pytest.mark.parametrize("package", package_dirs(), ids=lambda path: path.name)
 def test_every_package_has_its_papers(package):
     for name in ("CHANGELOG.md", "README.md", "LICENSE"):
