@@ -78,6 +78,7 @@ def test_no_command_prints_help():
         (["explain", "--bogus"], "no such option: --bogus"),
         (["explain", "--op"], "--op"),
         (["explain", "decode"], "decode"),
+        (["explain", "--op"], "'attn explain --help': option '--op' requires an argument"),
         (["--bogus"], "no such option: --bogus"),
     ],
 )

@@ -61,7 +61,9 @@ def demo(
     """
     with _one_thread():
         try:
-            engine, prompts = _prepare(prompt, tokens, drafts, backend, compiled)
+            # The first use of a machine compiles kernels; a minute without a word would look like a fault.
+            with Console(stderr=True).status("preparing (the first use builds kernels, about a minute)"):
+                engine, prompts = _prepare(prompt, tokens, drafts, backend, compiled)
         except (OSError, ValueError, NotImplementedError) as error:
             typer.echo(f"attn demo: {' '.join(_said(error).split())}", err=True)
             raise typer.Exit(2) from None
@@ -84,7 +86,8 @@ def _said(error: Exception) -> str:
     if isinstance(error, OSError):
         got = f"{error.filename}: {error.strerror}"
         return f"--prompt: needs a file that can be read, got {got} [tiny-lm.prompt]"
-    return str(error)
+    argument, colon, rest = str(error).partition(":")
+    return ("--" if argument in ("prompt", "tokens", "backend") else "") + argument + colon + rest
 
 
 def _prepare(

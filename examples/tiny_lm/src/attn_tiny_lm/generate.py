@@ -122,8 +122,11 @@ class Engine:
         context = self.model.config.context
         room = context - tokens - drafts
         longest = max(len(prompt) for prompt in prompts)
+        if room < 1:
+            want = f"fewer than {context - drafts} (context {context}, {drafts} drafts)"
+            raise ValueError(f"tokens: needs {want}, got {tokens} [tiny-lm.context]")
         if longest > room:
-            want = f"at most {max(0, room)} bytes (context {context}, {tokens} tokens, {drafts} drafts)"
+            want = f"at most {room} bytes (context {context}, {tokens} tokens, {drafts} drafts)"
             raise ValueError(f"prompt: needs {want}, got {longest} [tiny-lm.context]")
 
     def plain(self, prompts: Sequence[bytes], tokens: int, progress: Progress | None = None) -> Generation:

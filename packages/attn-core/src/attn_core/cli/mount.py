@@ -93,7 +93,7 @@ class MountingGroup(TyperGroup):
         try:
             return super().make_context(info_name, args, parent, **extra)
         except _UsageError as err:
-            _tell_usage(err)
+            _tell_usage(err, "attn")
             raise
 
     def invoke(self, ctx: Any) -> Any:
@@ -101,7 +101,7 @@ class MountingGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except _UsageError as err:
-            _tell_usage(err)
+            _tell_usage(err, " ".join(["attn", *filter(None, [ctx.invoked_subcommand])]))
             raise
 
 
@@ -155,11 +155,16 @@ def _command(name: str, loaded: object) -> Any:
     return typer.main.get_command(app)
 
 
-def _tell_usage(err: Any) -> None:
-    """Say a parser's complaint on one line; a request for help (a bare group) is left as it is."""
+def _tell_usage(err: Any, command: str) -> None:
+    """Say a parser's complaint on one line; a request for help (a bare group) is left as it is.
+
+    Args:
+        err: The complaint.
+        command: Whose it is, where the parser does not say.
+    """
     if type(err).__name__ == "NoArgsIsHelpError":
         return
-    where = err.ctx.command_path if err.ctx is not None else "attn"
+    where = err.ctx.command_path if err.ctx is not None else command
     said = one_line(err.format_message()).rstrip(".")
     # The parser says what it got in a sentence of its own, so this one is not put as "got ...".
     text = f"{where}: needs arguments as in '{where} --help': {said[:1].lower()}{said[1:]} [cli.usage]"

@@ -15,6 +15,22 @@ from rich.table import Table
 from rich.text import Text
 
 BAD_INPUT = 2
+_OPTIONS = {
+    "arch": "--arch",
+    "backend": "--backend",
+    "num_qo_heads": "--heads",
+    "num_kv_heads": "--heads",
+    "head_dim_qk": "--head-dim",
+    "head_dim_vo": "--head-dim",
+    "q_data_type": "--dtype",
+    "kv_data_type": "--kv-dtype",
+    "o_data_type": "--o-dtype",
+    "pos_encoding_mode": "--pos-encoding",
+    "logits_soft_cap": "--soft-cap",
+    "window_left": "--window",
+    "latent": "--latent",
+}
+"""Which option is to blame, by the argument that the library names."""
 _WIDEST = 120  # a table stretched over a wide screen is harder to read, not easier
 
 
@@ -100,4 +116,5 @@ def refusing(command: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, NotImplementedError) as err:
-        give_up(command, err)
+        argument, colon, rest = str(err).partition(":")
+        give_up(command, _OPTIONS.get(argument, argument) + colon + rest)
