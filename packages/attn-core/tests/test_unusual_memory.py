@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -192,3 +193,50 @@ def test_an_output_beside_the_cache_in_one_allocation_is_written() -> None:
     decode({**tensors, "cache": arena[: cache.numel()].view_as(cache), "out": beside})
     assert isinstance(want, tuple)
     assert torch.equal(beside, want[0])
+
+
+BUFFERS = ("paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer")
+
+
+@pytest.mark.parametrize("made", [inference, torch.clone])
+def test_fixed_buffers_made_in_inference_mode_follow_later_plans(made: Change) -> None:
+    """Engines load and warm up in inference mode and plan where they like."""
+    wrapper = attn_core.BatchDecodeWithPagedKVCacheWrapper(
+        torch.zeros(1 << 20, dtype=torch.uint8), use_cuda_graph=True, backend="reference",
+        **dict(zip(BUFFERS, map(made, (i32(0, 0, 0), i32(0, 0, 0), i32(0, 0))), strict=True)),
+    )  # fmt: skip
+    cache, q = PAGED["cache"], random(2, HEADS, DIM)
+
+    def plan(*indices: int) -> None:
+        wrapper.plan(
+            i32(0, 2, 3), i32(*indices), PAGED["last"], HEADS, HEADS, DIM, PAGE, q_data_type=torch.float32
+        )
+
+    with torch.inference_mode():
+        plan(2, 0, 1)
+        first = wrapper.run(q, cache)
+    plan(1, 0, 2)
+    second = wrapper.run(q, cache)
+    assert not torch.equal(first, second)
+    want = attn_core.BatchDecodeWithPagedKVCacheWrapper(
+        torch.zeros(1 << 20, dtype=torch.uint8), backend="reference"
+    )
+    for indices, found in (((2, 0, 1), first), ((1, 0, 2), second)):
+        want.plan(
+            i32(0, 2, 3), i32(*indices), PAGED["last"], HEADS, HEADS, DIM, PAGE, q_data_type=torch.float32
+        )
+        torch.testing.assert_close(found, want.run(q, cache), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("layout", "shape"), [("NHD", (3, 2, 16)), ("HND", (2, 3, 16))])
+def test_ragged_keys_of_another_length_are_named_as_they_were_given(
+    layout: str, shape: tuple[int, ...]
+) -> None:
+    wrapper = attn_core.BatchPrefillWithRaggedKVCacheWrapper(
+        torch.zeros(1 << 20, dtype=torch.uint8), layout, backend="reference"
+    )
+    wrapper.plan(i32(0, 1), i32(0, 3), 3, 3, DIM, q_data_type=torch.float32)
+    sizes = {"NHD": "tokens, 3, 16", "HND": "3, tokens, 16"}[layout]
+    wanted = rf"k: needs shape \[{sizes}\] \({layout}\), got {re.escape(str(shape))} \[core.kv-shape\]"
+    with pytest.raises(ValueError, match=wanted):
+        wrapper.run(random(1, 3, DIM), random(*shape), random(*shape))

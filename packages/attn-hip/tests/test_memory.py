@@ -73,3 +73,21 @@ def test_index_arrays_of_an_append_may_have_strides(name: str) -> None:
     strided = torch.stack([array, torch.zeros_like(array)], dim=1)[:, 0]
     assert not strided.is_contiguous()
     assert torch.equal(append({**INDICES, name: strided}), append(INDICES))
+
+
+@pytest.mark.parametrize("times", [1, 4])
+def test_outputs_with_gaps_may_be_leaves_or_made_in_inference_mode(times: int) -> None:
+    wrapper = attn_core.BatchDecodeWithPagedKVCacheWrapper(
+        torch.zeros(1 << 20, dtype=torch.uint8), backend="fa2"
+    )
+    wrapper.plan(i32(0, 2), i32(1, 0), i32(3), HEADS, HEADS, DIM, PAGE, q_data_type=torch.float32)
+    q, cache = torch.randn(1, HEADS, DIM), torch.randn(2, 2, PAGE, HEADS, DIM)
+    want = wrapper.run(q, cache, return_lse=True)
+    with torch.inference_mode():
+        made = (torch.zeros(1, HEADS, DIM + 8)[..., :DIM], torch.zeros(1, 2 * HEADS)[:, ::2])
+    leaves = (torch.zeros(1, HEADS, DIM, 2).select(3, 0).requires_grad_(), torch.zeros(1, HEADS))
+    for out, lse in (made, leaves):
+        for _ in range(times):
+            wrapper.run(q, cache, out=out, lse=lse, return_lse=True)
+        assert torch.equal(out.detach(), want[0])
+        assert torch.equal(lse, want[1])

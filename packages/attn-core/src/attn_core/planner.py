@@ -129,7 +129,7 @@ class Planner:
     def _take_back(self, undo: _Undo) -> None:
         if undo.armed:
             for place, was in undo.bytes:
-                place.copy_(was)
+                place.detach().copy_(was)
             self._arena = undo.arena
             self._state = undo.was
 
@@ -139,7 +139,7 @@ class Planner:
         undo.was, undo.arena = self._state, self._arena
         undo.armed = True
         for place, source in copies:
-            place.copy_(source, non_blocking=True)
+            place.detach().copy_(source, non_blocking=True)  # it may have been made in inference mode
         self._arena = arena
         self._state = new
 

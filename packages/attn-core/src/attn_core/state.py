@@ -176,9 +176,11 @@ def check_kv(state: PlanState, name: str, t: torch.Tensor, tail: tuple[int, ...]
             f"{text}; the bytes are never read as another type: plan with kv_data_type={t.dtype}"
         )
     if tuple(t.shape[1:]) != tail:
-        unit = "pages" if p.op.paged else "tokens"
-        want = f"shape [{unit}, {', '.join(map(str, tail))}] ({p.kv.order})"
-        raise ValueError(needs(name, want, tuple(t.shape), "core.kv-shape"))
+        sizes, got = ["pages" if p.op.paged else "tokens", *map(str, tail)], list(t.shape)
+        if not p.op.paged and p.kv.order == "HND":  # as the caller sees it: it was turned on its way here
+            sizes[:2], got[:2] = sizes[1::-1], got[1::-1]
+        want = f"shape [{', '.join(sizes)}] ({p.kv.order})"
+        raise ValueError(needs(name, want, tuple(got), "core.kv-shape"))
     if state.min_rows is not None and t.shape[0] < state.min_rows:
         what = f"more than {state.min_rows - 1} pages, the largest page id of the plan"
         want = what if p.op.paged else f"{state.min_rows} tokens"

@@ -135,7 +135,8 @@ class AttentionWrapper(EngineView):
             return_lse = flag("return_lse", return_lse)
         if return_lse or lse is not None:  # one that was handed over is written, asked for or not
             lse = self._lse(s, lse)
-        io = RunIO(q, k, v, out, lse, self._float_workspace_buffer)
+        sums = None if lse is None else _writable(lse)
+        io = RunIO(q, k, v, _writable(out), sums, self._float_workspace_buffer)
         if q_scale is not None or k_scale is not None or v_scale is not None:
             _set_scales(s, io, q_scale, k_scale, v_scale)
         if q.is_cuda:
@@ -345,6 +346,14 @@ def _new_out(s: PlanState, q: torch.Tensor) -> torch.Tensor:
     if like and q.layout is torch.strided and not q.is_nested:
         return torch.empty_like(q, memory_format=torch.contiguous_format)
     return torch.empty(s.out_shape, dtype=s.o_dtype, device=s.device)
+
+
+def _writable(t: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as backends may write it, with torch's operators too.
+
+    Those refuse a leaf that requires a gradient and, outside of that mode, a tensor made in inference mode.
+    """
+    return t.detach() if t.requires_grad or t.is_inference() else t
 
 
 def _ask_direct(s: PlanState, io: RunIO) -> None:
