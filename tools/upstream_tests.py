@@ -6,7 +6,7 @@ graphs are played by calling ``run()`` anew. Of the many cases of a parametrized
 same ones for the same seed. A test counts as refused where this package raised an error that says by name,
 with a code, that what the test asks for is not here.
 
-    python tools/upstream_tests.py DIRECTORY [FILE ...] [--device cpu] [--cases 6] [--cost 4e8] [--json OUT]
+    python tools/upstream_tests.py DIRECTORY [FILE ...] [--device cpu] [--cases 6] [--backend fa3=fa2]
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import inspect
 import json
 import os
 import random
@@ -67,13 +66,14 @@ def main() -> int:
     parser.add_argument("--cost", type=float, default=4e8, help="largest product of a case's sizes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--memory", type=float, default=8.0, help="GiB that the tests may take on a CPU")
-    parser.add_argument("--backend", help="use this one where a test leaves the choice, or names fa2")
+    parser.add_argument(
+        "--backend", action="append", default=[], metavar="[THEIRS=]OURS",
+        help="what a backend that a test names stands for; without THEIRS= auto and fa2",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, help="write every outcome there")
     asked = parser.parse_args()
-    root = install()
+    root = install(backends=_backends(asked.backend))
     torch.set_num_threads(1)
-    if asked.backend:
-        _prefer(asked.backend)
     with tempfile.TemporaryDirectory() as there:
         tests = Path(there) / "tests"
         shutil.copytree(asked.directory, tests)
@@ -106,6 +106,14 @@ def main() -> int:
     if asked.json:
         asked.json.write_text(json.dumps(outcome.told, indent=1))
     return int(any(told["kind"] == "failed" for told in outcome.told))
+
+
+def _backends(given: list[str]) -> dict[str, str]:
+    named: dict[str, str] = {}
+    for text in given:
+        theirs, _, ours = text.rpartition("=")
+        named.update(dict.fromkeys([theirs] if theirs else ["auto", "fa2"], ours))
+    return named
 
 
 class Outcome:
@@ -208,29 +216,8 @@ def _found_in_subprocesses(there: Path) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(there / "site"), before]))
 
 
-def _prefer(backend: str) -> None:
-    """Choose a backend where a test says ``auto`` or ``fa2``."""
-    for name in attn_core.__all__:
-        kind = getattr(attn_core, name)
-        if not inspect.isclass(kind) or "backend" not in inspect.signature(kind).parameters:
-            continue
-        _replace(kind, "__init__", _with_backend(kind.__init__, inspect.signature(kind.__init__), backend))
-
-
 def _replace(kind: type, name: str, method: Callable[..., Any]) -> None:
     setattr(kind, name, method)
-
-
-def _with_backend(real: Callable[..., None], signature: Any, backend: str) -> Callable[..., None]:
-    @functools.wraps(real)
-    def made(*args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        if bound.arguments["backend"] in ("auto", "fa2"):
-            bound.arguments["backend"] = backend
-        real(*bound.args, **bound.kwargs)
-
-    return made
 
 
 class _Graph:

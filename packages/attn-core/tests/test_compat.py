@@ -7,8 +7,12 @@ import pytest
 import torch
 
 import attn_core
-from attn_core import decode, mla, page, prefill, sampling
+from attn_core import compat, decode, mla, page, prefill, sampling
+from attn_core.checking import OTHER_NAMES
 from attn_core.not_here import NAMES, refusing
+
+from .fakes import FakeBackend
+from .kit import ints, queries, workspace
 
 PROGRAM = """
 import sys
@@ -149,3 +153,90 @@ def test_the_package_itself_has_the_names_upstream_has_at_its_top():
 def test_what_is_refused_is_not_there_and_what_is_there_is_not_refused():
     public = set(attn_core.__all__)
     assert not public & {name for names in NAMES.values() for name in names}
+
+
+@pytest.fixture
+def _names(monkeypatch):
+    """A name to be found under that nobody else uses, and the names of backends as they were."""
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    before = dict(sys.modules)
+    yield
+    OTHER_NAMES.clear()
+    for name in set(sys.modules) - set(before):
+        if name.startswith("theirs"):
+            del sys.modules[name]
+
+
+@pytest.mark.usefixtures("_names")
+def test_backends_of_upstream_stand_for_those_that_are_here(use):
+    use(FakeBackend("fake"))
+    compat.install("theirs", backends={"fa3": "fake", "cutlass": "reference", "auto": "fake"})
+    cache = torch.randn(1, 2, 4, 1, 8, generator=torch.Generator().manual_seed(1))
+    for named, served in (("fa3", "fake"), ("auto", "fake"), ("cutlass", "reference")):
+        wrapper = attn_core.BatchDecodeWithPagedKVCacheWrapper(workspace(), backend=named)
+        wrapper.plan(ints(0, 1), ints(0), ints(3), 1, 1, 8, 4, q_data_type=torch.float32)
+        assert wrapper.backend == served
+    q = queries(1, 1, 8)
+    calls = (
+        lambda backend: attn_core.single_prefill_with_kv_cache(q, q, q, backend=backend),
+        lambda backend: attn_core.append_paged_kv_cache(
+            q, q, ints(0), ints(0), cache, ints(0), ints(0, 1), ints(1), backend=backend
+        ),
+        lambda backend: attn_core.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(
+            workspace(), backend=backend
+        ),
+    )
+    for call in calls:
+        call("cutlass")
+    for call in calls[:2]:
+        with pytest.raises(ValueError, match=r"backend: needs one of auto, .*got 'fa2' \[core.backend-name"):
+            call("fa2")
+    with pytest.raises(TypeError, match=r"backend: needs a string, got list \[core.backend-name"):
+        calls[1](["fa3"])
+    compat.install("theirs")
+    assert OTHER_NAMES
+    compat.install("theirs", backends={})
+    with pytest.raises(ValueError, match="got 'fa3'"):
+        calls[0]("fa3")
+
+
+@pytest.mark.usefixtures("_names")
+@pytest.mark.parametrize(
+    ("backends", "error", "told"),
+    [
+        (
+            {"fa4": "auto"},
+            ValueError,
+            r"backends: needs names of upstream \(aiter, auto, .*got 'fa4' \[core.comp",
+        ),
+        (
+            {"fa3": "fa9"},
+            ValueError,
+            r"backend: needs one of auto, reference, .*got 'fa9' \[core.backend-name",
+        ),
+        ({"fa3": None}, TypeError, r"backends: needs strings, got 'fa3': None \[core.compat\]"),
+        ({3: "auto"}, TypeError, "backends: needs strings, got 3: 'auto'"),
+        (["fa3"], TypeError, "backends: needs a mapping of names to names, got list"),
+    ],
+)
+def test_backends_that_are_not_there_are_named_and_nothing_is_installed(backends, error, told):
+    compat.install("theirs", backends={"xqa": "auto"})
+    with pytest.raises(error, match=told):
+        compat.install("theirs_too", backends=backends)
+    assert "theirs_too" not in sys.modules
+    assert OTHER_NAMES == {"xqa": "auto"}
+
+
+@pytest.mark.usefixtures("_names")
+def test_a_name_stands_for_what_it_says_and_no_further(use):
+    """Wrappers made of others hand the caller's name on, once."""
+    fake = use(FakeBackend("xqa"))
+    compat.install("theirs", backends={"fa2": "xqa", "xqa": "reference"})
+    pod = attn_core.PODWithPagedKVCacheWrapper(workspace(), backend="fa2")
+    pod.plan(ints(0, 1), ints(0), ints(3), 1, 1, 8, 4, q_data_type=torch.float32)
+    q, cache = queries(1, 1, 8), torch.ones(1, 2, 4, 1, 8)
+    pod.run(q, q, q, q, cache)
+    shared = attn_core.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace(), backend="fa2")
+    shared.begin_forward(ints(0, 1), ints(0), ints(3), 1, 1, 8, 4, data_type=torch.float32)
+    shared.forward(q, q, q, cache)
+    assert fake.count("run") == 4

@@ -111,15 +111,19 @@ def check_reach(name: str, tensor: torch.Tensor, device: torch.device) -> None:
         raise ValueError(needs(name, f"a tensor on cpu or {device}", tensor.device, "core.device"))
 
 
+OTHER_NAMES: dict[str, str] = {}
+"""What a program's own names of backends stand for; see :func:`attn_core.compat.install`."""
+
+
 def backend_name(value: object) -> str:
-    """Return what names a backend or a candidate.
+    """Return what names a backend or a candidate, under the name it has here.
 
     Raises:
         TypeError: Not a string.
     """
     if not isinstance(value, str):
         raise TypeError(needs("backend", "a string", type(value).__name__, "core.backend-name"))
-    return value
+    return OTHER_NAMES.get(value, value)
 
 
 def device_of(value: object) -> torch.device:

@@ -9,16 +9,19 @@ builds (:mod:`attn_core.compat_modules`), and operators that are not here and sa
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import attn_core
 
+from . import plugins
+from .checking import OTHER_NAMES
 from .compat_modules import FORK, SHARED, UTILS, Lookup, autotune, jit, no
 from .errors import needs
 from .not_here import NAMES, refusing
+from .route import check_requested
 
 VERSION = "0.6.18"
 """The release whose names and meanings these are."""
@@ -36,10 +39,15 @@ _BUILDS = (
     "jit.attention.variants", "jit.cascade", "jit.core", "jit.cpp_ext", "jit.cubin_loader", "jit.env",
     "jit.mla", "jit.page", "jit.quantization", "jit.rope", "jit.sampling", "jit.utils", "jit.xqa",
 )  # fmt: skip
+BACKENDS = (
+    "aiter", "auto", "cudnn", "cute-dsl", "cutlass", "fa2", "fa3", "fmha_v2", "sparse", "trtllm-gen",
+    "trtllm-native", "vsa_sm100_blk128", "vsa_sm100_blk64", "vsa_sm120_blk64", "xqa",
+)  # fmt: skip
+"""What upstream and its AMD fork take as ``backend=``."""
 _FORK = ("aiter_utils", "prefill_rocm", "rocm", "rocm.aiter_utils", "rocm.arch_caps", "rocm.prefill")
 
 
-def install(name: str = "flashinfer") -> ModuleType:
+def install(name: str = "flashinfer", *, backends: Mapping[str, str] | None = None) -> ModuleType:
     """Make ``import flashinfer`` find this package, for the rest of the process.
 
     Call it before anything imports that name. A name of upstream's API that is not here can be imported and
@@ -47,13 +55,44 @@ def install(name: str = "flashinfer") -> ModuleType:
 
     Args:
         name: The name to be found under.
+        backends: What a program's ``backend=`` stands for here, ``{"fa3": "fa2", "trtllm-gen": "auto"}``:
+            names of upstream to ``auto``, a backend or a candidate ``backend/path`` of this machine. It holds
+            for the process, ``import attn_core`` included, and for what is made or called from then on; a
+            name that is not in it means itself. Given again it replaces the one before, ``{}`` takes it back.
 
     Returns:
         The module. Calling again returns the same one.
 
     Raises:
         ImportError: Another package was imported under that name.
+        TypeError: ``backends`` is not a mapping of strings to strings.
+        ValueError: ``backends`` has a name that upstream does not have, or one that is not here.
     """
+    named = None if backends is None else _named(backends)
+    root = _installed(name)
+    if named is not None:
+        OTHER_NAMES.clear()
+        OTHER_NAMES.update(named)
+    return root
+
+
+def _named(backends: object) -> dict[str, str]:
+    if not isinstance(backends, Mapping):
+        want = "a mapping of names to names"
+        raise TypeError(needs("backends", want, type(backends).__name__, "core.compat"))
+    here = plugins.registry().backends
+    paths = [f"{b.name}/{p.name}" for b in here for p in b.paths]
+    for theirs, ours in backends.items():
+        if not (isinstance(theirs, str) and isinstance(ours, str)):
+            raise TypeError(needs("backends", "strings", f"{theirs!r}: {ours!r}", "core.compat"))
+        if theirs not in BACKENDS:
+            names = ", ".join(BACKENDS)
+            raise ValueError(needs("backends", f"names of upstream ({names})", repr(theirs), "core.compat"))
+        check_requested(ours, here, paths)
+    return dict(backends)
+
+
+def _installed(name: str) -> ModuleType:
     there = sys.modules.get(name)
     if isinstance(there, _Alias):
         return there

@@ -158,6 +158,11 @@ _TABLE: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ),
     (("decode", "mla"), _NO_MODULE, "get_batch_decode_mla_module get_batch_mla_module get_mla_module"),
     (("page",), _NO_MODULE, "get_page_module"),
+    (
+        ("page",),
+        "the wrappers (plan() takes pages of any size; there are no offsets of single keys to make)",
+        "block_sparse_indices_to_vector_sparse_offsets",
+    ),
     (("pod",), _NO_MODULE, "get_batch_pod_module get_pod_module"),
     (("attention",), _NO_MODULE, "get_holistic_attention_module"),
     (("sampling",), _NO_MODULE, "get_sampling_module"),

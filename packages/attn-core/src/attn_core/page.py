@@ -12,7 +12,7 @@ from . import notices, plugins, tracing
 from .backend import AppendBackend, AppendIO
 from .batch import INDEX_DTYPES, INT32_MAX, BatchShape, first_true, narrow
 from .cache_view import CacheView, unpack
-from .checking import apart, dense
+from .checking import apart, backend_name, dense
 from .errors import needs
 from .not_here import refusing
 from .page_indices import get_batch_indices_positions, get_seq_lens
@@ -80,7 +80,9 @@ def append_paged_kv_cache(
     heads = append_key.shape[1]
     problem = _problem(heads, append_key.shape[2], append_value.shape[2], k.dtype, page_size, kv_layout)
     target = target_of(k.device)
-    screened = _screened(target, problem, backend, plugins.registry())  # a name is checked for no rows too
+    screened = _screened(
+        target, problem, backend_name(backend), plugins.registry()
+    )  # a name is checked for no rows too
     del i32["kv_last_page_len"]
     if rows:
         query = Query(target, problem, _shape(i32, rows))

@@ -29,7 +29,7 @@ class _SharedPrefix(Generic[W]):
         self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", backend: str = "auto"
     ) -> None:
         self._unique: W = self._paged(float_workspace_buffer, kv_layout, backend=backend)
-        self._kv_layout = kv_layout
+        self._kv_layout, self._requested = kv_layout, backend
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
@@ -51,7 +51,7 @@ class _SharedPrefix(Generic[W]):
         """Merge attention over the shared keys, all of which every row sees, into that over its own."""
         shared = single_prefill_with_kv_cache(
             q, k_shared, v_shared, causal=False, kv_layout=self._kv_layout, sm_scale=sm_scale,
-            backend=self._unique._requested, return_lse=True,
+            backend=self._requested, return_lse=True,
         )  # fmt: skip
         (out, lse), (shared_out, shared_lse) = unique, shared
         merge_state_in_place(out, lse, shared_out, shared_lse)
