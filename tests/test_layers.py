@@ -38,8 +38,9 @@ FOREIGN = re.compile(
 # Generic prefixes ("gfx...", "sm_...") are not names; these are, and each has its reason.
 FOREIGN_ALLOWED = {
     "cli/app.py": {"aiter", "gfx942", "gfx950", "sm_90"},  # --aiter, a shorthand; examples in --help
-    "compat.py": {"aiter"},  # names of modules of upstream's AMD fork, like the next
-    "compat_modules.py": {"aiter", "fa2"},  # what upstream's helpers are called, and may say
+    "compat.py": {"aiter", "fa2"},  # names that upstream and its AMD fork take, like the next two
+    "compat_fork.py": {"aiter"},
+    "compat_modules.py": {"fa2"},  # what upstream's helpers are called, and may say
     "cli/installed.py": {"aiter"},  # what the shorthand stands for
     "testing/checks/declared.py": {"gfx942", "gfx950", "gfx1201", "sm_90"},  # devices that are not here
 }

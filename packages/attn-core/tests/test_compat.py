@@ -7,11 +7,13 @@ import pytest
 import torch
 
 import attn_core
-from attn_core import compat, decode, mla, page, prefill, sampling
+from attn_core import compat, compat_fork, decode, mla, page, prefill, sampling
 from attn_core.checking import OTHER_NAMES
+from attn_core.errors import Unsupported
 from attn_core.not_here import NAMES, refusing
+from attn_core.reasons import Reason
 
-from .fakes import FakeBackend
+from .fakes import ABSENT, FakeBackend
 from .kit import ints, queries, workspace
 
 PROGRAM = """
@@ -40,7 +42,10 @@ from flashinfer.jit.utils import filename_safe_dtype_map
 from flashinfer.norm import rmsnorm
 from flashinfer.prefill import gen_batch_prefill_module
 from flashinfer.quantization.fp4_quantization import nvfp4_quantize_paged_kv_cache
+from flashinfer.rocm import decode as fork_decode, prefill as fork_prefill
 from flashinfer.rocm.aiter_utils import is_aiter_supported
+from flashinfer.decode_rocm import BatchDecodeWithPagedKVCacheWrapper as ForkDecode
+from flashinfer.prefill_rocm import _aiter_ops_importable
 from flashinfer.triton.cascade import merge_states, variable_length_merge_states
 from flashinfer.page import append_paged_kv_cache
 from flashinfer.rope import apply_rope
@@ -55,6 +60,10 @@ assert flashinfer.decode.fast_decode_plan is fast_decode_plan is attn_core.fast_
 assert flashinfer.cascade.merge_state is merge_state is flashinfer.merge_state
 assert flashinfer.sparse.BlockSparseAttentionWrapper is attn_core.BlockSparseAttentionWrapper
 assert check_cuda_arch() is None
+assert fork_decode.BatchDecodeWithPagedKVCacheWrapper is ForkDecode is BatchDecodeWithPagedKVCacheWrapper
+assert fork_prefill.single_prefill_with_kv_cache is attn_core.single_prefill_with_kv_cache
+assert _aiter_ops_importable() is bool(find_spec("aiter"))
+fork_prefill._aiter_ops_importable.cache_clear()
 import torch
 assert BatchAttention is attn_core.BatchAttention and merge_states is attn_core.merge_states
 assert not is_cuda_tile_available() and not is_aiter_supported(torch.device("cpu"))
@@ -240,3 +249,21 @@ def test_a_name_stands_for_what_it_says_and_no_further(use):
     shared.begin_forward(ints(0, 1), ints(0), ints(3), 1, 1, 8, 4, data_type=torch.float32)
     shared.forward(q, q, q, cache)
     assert fake.count("run") == 4
+
+
+def test_the_forks_questions_are_answered_for_the_device_asked_of(use):
+    gone = Reason(ABSENT, "", "a device")
+    use(FakeBackend("aiter"), FakeBackend("other"))
+    assert compat_fork.is_aiter_supported(torch.device("cpu"))
+    assert compat_fork.is_aiter_supported("cpu")
+    assert compat_fork.capability_available("cpu", "batch_prefill", "other")
+    assert compat_fork.capability_reason("cpu", "batch_prefill", "other") == ""
+    use(FakeBackend("aiter", unavailable=gone), FakeBackend("other", unavailable=Unsupported(gone)))
+    for name in ("aiter", "other"):
+        assert compat_fork.capability_reason("cpu", "batch_decode", name) == str(gone)
+    assert not compat_fork.is_aiter_supported("cpu")
+    assert not compat_fork.capability_available("cpu", "batch_decode", "other")
+    assert compat_fork.capability_reason("cpu", "", "fa0") == "fa0: no backend of that name is installed"
+    assert compat_fork.capability_reason("cuda:99", "", "other") == "other: torch has no device cuda:99"
+    assert compat_fork.device_arch("cpu") == "cpu"
+    assert compat_fork.device_arch("cuda:99") is None

@@ -16,9 +16,9 @@ from types import ModuleType
 
 import attn_core
 
-from . import plugins
+from . import compat_fork, plugins
 from .checking import OTHER_NAMES
-from .compat_modules import FORK, SHARED, UTILS, Lookup, autotune, jit, no
+from .compat_modules import SHARED, UTILS, Lookup, autotune, jit, no
 from .errors import needs
 from .not_here import NAMES, refusing
 from .route import check_requested
@@ -44,7 +44,6 @@ BACKENDS = (
     "trtllm-native", "vsa_sm100_blk128", "vsa_sm100_blk64", "vsa_sm120_blk64", "xqa",
 )  # fmt: skip
 """What upstream and its AMD fork take as ``backend=``."""
-_FORK = ("aiter_utils", "prefill_rocm", "rocm", "rocm.aiter_utils", "rocm.arch_caps", "rocm.prefill")
 
 
 def install(name: str = "flashinfer", *, backends: Mapping[str, str] | None = None) -> ModuleType:
@@ -160,7 +159,8 @@ def _lookups() -> Iterator[tuple[str, Lookup]]:
     yield from ((module, _attribute_of(module)) for module in MODULES)
     yield from ((path, _attribute_of(module)) for path, module in PARTS.items())
     yield from ((path, jit) for path in _BUILDS)
-    yield from ((path, FORK.__getitem__) for path in _FORK)
+    for path, part in compat_fork.PARTS.items():
+        yield path, compat_fork.lookup(_attribute_of(part) if part else None)
     yield "utils", UTILS.__getitem__
     yield from (
         (path, {"is_cuda_tile_available": no}.__getitem__) for path in ("cutile", "cutile.cutile_common")

@@ -142,7 +142,7 @@ def autotune(*args: object, **kwargs: object) -> AbstractContextManager[None]:
 
 
 def no(*args: object, **kwargs: object) -> bool:
-    """Return False: the feature of another vendor's device, or of a fork's backend, is not there."""
+    """Return False: the feature of another vendor's device is not there."""
     return False
 
 
@@ -203,16 +203,4 @@ JIT: dict[str, Any] = {
     },
     # The source of a kernel there; a name is enough for who hands it back to a wrapper.
     "attention_sink_decl": {"fa2": "AttentionSink", "fa3": "AttentionSink"},
-}  # fmt: skip
-# What the AMD fork's tests ask before they choose a backend by name: nothing to choose.
-FORK: dict[str, Any] = {
-    "_aiter_native_page_sizes": frozenset, "_device_arch": _nothing, "aiter_softcap_defect_arch": _nothing,
-    "capability_reason": lambda *args: "asked of attn-core: see attn explain",
-    **dict.fromkeys(
-        (
-            "_aiter_native_paging_available", "_aiter_ops_importable", "capability_available",
-            "is_aiter_supported",
-        ),
-        no,
-    ),
 }  # fmt: skip

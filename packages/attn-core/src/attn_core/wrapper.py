@@ -68,10 +68,6 @@ class AttentionWrapper(EngineView):
     def _backend(self) -> str:
         return self.backend
 
-    @property
-    def _plan_info(self) -> PlanState | None:
-        return self._state
-
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
     ) -> None:
