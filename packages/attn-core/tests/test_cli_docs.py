@@ -120,10 +120,12 @@ def test_pages(quick, tmp_path):
         assert reasons.count(f"| `{code.slug}` | {code.stage.name.lower()} |") == 1
     assert "| `quick.short` | preference | is slower up to {limit} rows |  | Measured \\| once. |" in reasons
     assert pages["thresholds.md"].splitlines()[-4:] == [
-        "| code | arch | limit | kind | source | statistic | grid | versions |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        "| `quick.short` | gfx942 | 128 | reported | upstream | mean | 4x4 | v2 |",
-        "| `quick.short` | gfx950 | never | measured | bench \\| a | median | 8x8 | v1 |",
+        "| code | arch | limit | kind | where it comes from |",
+        "| --- | --- | --- | --- | --- |",
+        "| `quick.short` | gfx942 | 128 | reported | "
+        "source: upstream<br>statistic: mean<br>grid: 4x4<br>versions: v2 |",
+        "| `quick.short` | gfx950 | never | measured | "
+        "source: bench \\| a<br>statistic: median<br>grid: 8x8<br>versions: v1 |",
     ]
     backends = pages["backends.md"]
     assert "| `quick/native` |  | gfx942 | gfx942 |  |  |  |  |" in backends

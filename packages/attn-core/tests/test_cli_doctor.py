@@ -6,6 +6,7 @@ import stat
 import sys
 import time
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 import torch
@@ -255,6 +256,30 @@ def test_default_cache_directory(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert facts()["cache"]["path"] == str(tmp_path / "home" / ".cache" / "attn")
+
+
+def test_a_user_without_a_home_has_no_cache_directory(monkeypatch):
+    def homeless(*_):
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("ATTN_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    assert facts()["cache"] == {"path": None, "exists": False, "writable": False}
+    assert "none: this user has no home directory; set ATTN_CACHE_DIR" in " ".join(text().split())
+
+
+def test_a_cache_directory_that_may_not_be_looked_into(monkeypatch, tmp_path):
+    stat_of = Path.stat
+
+    def locked(path, **options):
+        if tmp_path in path.parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat_of(path, **options)
+
+    monkeypatch.setenv("ATTN_CACHE_DIR", str(tmp_path / "a" / "b"))
+    monkeypatch.setattr(Path, "stat", locked)
+    assert facts()["cache"]["path"] == str(tmp_path / "a" / "b")
 
 
 def test_threshold_overlay(monkeypatch, tmp_path):

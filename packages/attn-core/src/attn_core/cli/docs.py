@@ -194,7 +194,7 @@ def _thresholds(backends: Sequence[Backend]) -> list[str]:
         cells = [_threshold_row(row) for row in rows]
         parts += [
             f"## {backend.name}",
-            _table(("code", "arch", "limit", "kind", *thresholds.PROVENANCE[1:]), cells),
+            _table(("code", "arch", "limit", "kind", "where it comes from"), cells),
         ]
     if len(parts) == 1:
         parts.append("No installed backend has thresholds.")
@@ -209,7 +209,7 @@ def _threshold_row(row: thresholds.Row) -> tuple[str, ...]:
         row.arch,
         limit,
         row.kind,
-        *(facts.get(name, "") for name in thresholds.PROVENANCE[1:]),
+        "<br>".join(f"{name}: {facts.get(name, '')}" for name in thresholds.PROVENANCE[1:]),
     )
 
 

@@ -173,15 +173,24 @@ def _notes(backend: Backend) -> Facts:
 
 
 def _cache() -> Facts:
-    """Where built kernels are kept: ``ATTN_CACHE_DIR``, else ``attn`` in the user's cache directory."""
+    """Where built kernels are kept: ``ATTN_CACHE_DIR``, else ``attn`` in the user's cache directory.
+
+    None where a user has no home, as in a container that runs under a number.
+    """
     stated = os.environ.get(CACHE_VARIABLE)
     home = os.environ.get("XDG_CACHE_HOME")
-    place = FilePath(stated) if stated else FilePath(home or FilePath.home() / ".cache") / "attn"
-    standing = next((p for p in (place, *place.parents) if p.exists()), place)
+    try:
+        place = (
+            FilePath(stated).expanduser() if stated else FilePath(home or FilePath.home() / ".cache") / "attn"
+        )
+    except RuntimeError:
+        return {"path": None, "exists": False, "writable": False}
+    # os.path and not Path: one that this user may not look into is no error here.
+    standing = next((p for p in (place, *place.parents) if os.path.exists(p)), place)
     return {
         "path": str(place),
-        "exists": place.is_dir(),
-        "writable": standing.is_dir() and os.access(standing, os.W_OK | os.X_OK),
+        "exists": os.path.isdir(place),
+        "writable": os.path.isdir(standing) and os.access(standing, os.W_OK | os.X_OK),
     }
 
 

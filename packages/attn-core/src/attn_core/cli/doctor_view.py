@@ -122,11 +122,9 @@ def _availability(targets: Iterable[Facts]) -> Text:
 
 
 def _settings(facts: Facts) -> RenderableType:
-    cache, config, overlay = facts["cache"], facts["config"], facts["thresholds"]
-    state = "exists" if cache["exists"] else "will be created"
-    state += ", writable" if cache["writable"] else ", NOT writable"
+    config, overlay = facts["config"], facts["thresholds"]
     rows: list[tuple[str, object]] = [
-        ("cache", f"{cache['path']} ({state})"),
+        ("cache", _cache(facts["cache"])),
         ("config file", _stated(config, "none (ATTN_CONFIG is not set)")),
         ("thresholds", _stated(overlay, "none of your own (ATTN_THRESHOLDS is not set)")),
     ]
@@ -135,6 +133,14 @@ def _settings(facts: Facts) -> RenderableType:
     rows.append(("tuned", _tuned(facts["tuned"])))
     rows += [(name, value) for name, value in facts["environment"].items()]
     return _pairs(rows)
+
+
+def _cache(cache: Facts) -> str:
+    if cache["path"] is None:
+        return "none: this user has no home directory; set ATTN_CACHE_DIR"
+    state = "exists" if cache["exists"] else "will be created"
+    writable = "writable" if cache["writable"] else "NOT writable"
+    return f"{cache['path']} ({state}, {writable})"
 
 
 def _commands(commands: Iterable[Facts]) -> RenderableType:
@@ -147,7 +153,11 @@ def _tuned(fact: Facts) -> Text:
     if fact["error"]:
         return styled(fact["error"], "red")
     if not fact["exists"]:
-        return Text("off (ATTN_TUNED is empty)" if fact["path"] is None else f"{fact['path']} (none yet)")
+        return Text(
+            "off (ATTN_TUNED is empty, or there is no home directory)"
+            if fact["path"] is None
+            else f"{fact['path']} (none yet)"
+        )
     lines = [Text(fact["path"])]
     for row in fact["rows"]:
         lines.append(Text(f"{row['code']} on {row['arch']}: {row['limit']}, measured"))
