@@ -172,6 +172,28 @@ def test_a_query_that_is_nested_is_named() -> None:
         decode(tensors)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_a_log_sum_exp_over_another_tensor_is_refused_and_nothing_written(name: str) -> None:
+    tensors, _ = given(decode, "lse", torch.clone)
+    halves = {"k": tensors["cache"][1, 0], "v": tensors["cache"][-1, 1]}  # v reaches further than k
+    over = halves[name] if name in halves else tensors[name]
+    before = {key: t.clone() for key, t in tensors.items()}
+    lse = over.view(-1)[-2 * HEADS :].view(2, HEADS)
+    with pytest.raises(ValueError, match=f"lse: needs memory apart from {name}, got memory inside it"):
+        decode({**tensors, "lse": lse})
+    assert all(torch.equal(tensors[key], t) for key, t in before.items())
+
+
+def test_a_log_sum_exp_beside_the_output_in_one_allocation_is_written() -> None:
+    tensors, _ = given(decode, "lse", torch.clone)
+    want, arena = decode(tensors), torch.zeros(2 * HEADS * (DIM + 1))
+    out, lse = arena[: 2 * HEADS * DIM].view(2, HEADS, DIM), arena[2 * HEADS * DIM :].view(2, HEADS)
+    decode({**tensors, "out": out, "lse": lse})
+    assert isinstance(want, tuple)
+    assert torch.equal(out, want[0])
+    assert torch.equal(lse, want[1])
+
+
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("times", [1, 4])
 def test_an_output_inside_the_cache_is_refused_and_the_cache_left_as_it_was(half: int, times: int) -> None:

@@ -13,7 +13,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attn_core
+from attn_hip import direct
 from attn_hip.backend import Fa2Backend
+from attn_hip.host import Host
 
 from .direct_world import (
     DIM,
@@ -129,6 +131,19 @@ def freed(t: torch.Tensor) -> torch.Tensor:
     return t
 
 
+def shrunk(t: torch.Tensor) -> torch.Tensor:
+    t = t.clone()
+    t.untyped_storage().resize_(t.nbytes - 1)
+    return t
+
+
+def shrunk_behind(t: torch.Tensor) -> torch.Tensor:
+    both = torch.cat([t, t])
+    half = both[len(t) :]
+    both.untyped_storage().resize_(both.nbytes - 1)
+    return half
+
+
 def spread(t: torch.Tensor) -> torch.Tensor:
     return torch.stack([t, t], -1).flatten(-2)[..., ::2]
 
@@ -153,6 +168,8 @@ CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
     "one row for all": lambda t: t[:1].expand_as(t),
     "negated": torch._neg_view,
     "freed": freed,
+    "shrunk": shrunk,
+    "shrunk behind an offset": shrunk_behind,
     "fake": lambda t: FakeTensorMode().from_tensor(t),
     "meta": lambda t: t.to("meta"),
     "sparse": lambda t: t.to_sparse(),
@@ -219,6 +236,20 @@ def test_a_subclass_is_left_to_the_checks(taken: Taken, name: str) -> None:
         wanted = outcome(world, call)
     assert same(outcome(world, call | {name: call[name].as_subclass(Sub)})[:2], wanted[:2])
     assert (taken.offered, taken.taken) == (1, 0)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_a_log_sum_exp_that_lies_over_another_tensor_is_refused(taken: Taken, name: str) -> None:
+    world = World("decode")
+    call = world.right("pair")
+    for _ in range(3):
+        world.run(call)
+    call["lse"] = call[name].view(-1)[: ROWS * HEADS].view(ROWS, HEADS)
+    before, was = taken.taken, call[name].clone()
+    with pytest.raises(ValueError, match=f"lse: needs memory apart from {name}, got memory inside it"):
+        world.run(call)
+    assert taken.taken == before
+    assert torch.equal(call[name], was)
 
 
 @pytest.mark.parametrize("overlap", ["q", "k", "lse"])
@@ -297,13 +328,40 @@ def test_a_graph_wrapper_follows_its_buffers(taken: Taken) -> None:
     assert taken.taken == 4 * 2 * 2
 
 
-def test_a_torch_that_shows_no_tensors_runs_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_hip.direct._EXCHANGE", "__no_such_thing__")
+@pytest.mark.parametrize("missing", ["_EXCHANGE", "_TORCH"])
+def test_a_torch_that_shows_no_tensors_runs_as_before(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    monkeypatch.setattr(direct, missing, "__no_such_thing__")
     world = World("decode")
     call = world.right("whole")
     found = [outcome(world, call) for _ in range(4)]
     assert world.wrapper._plan_info.direct.call is None
     assert all(same(found[0], other) for other in found)
+
+
+@pytest.mark.parametrize(("size", "offset"), [(14, 3), (13, 3), (14, 0)])
+def test_what_torch_tells_of_a_storage_is_believed_only_if_right(size: int, offset: int) -> None:
+    class Native:
+        class StorageApi:
+            def __init__(self, *given: object) -> None:
+                assert all(isinstance(address, int) for address in given[:2])
+
+            def of(self, sample: torch.Tensor) -> tuple[int, int]:
+                return size, offset
+
+    assert (direct._storage_api(Native, direct._TORCH) is not None) is ((size, offset) == (14, 3))
+
+
+def test_the_size_of_a_storage_is_asked_of_tensors_only() -> None:
+    host = Host()
+    assert host.prepare() is None
+    api = direct._storage_api(host.module(), direct._TORCH)
+    assert api is not None
+    assert api.of(torch.zeros(4, 3)[2:]) == (48, 6)
+    for other in (torch.zeros(4).untyped_storage(), 3, None):
+        with pytest.raises(TypeError, match="needs a torch tensor"):
+            api.of(other)
+    with pytest.raises(ValueError, match="needs the descriptor of _cdata"):
+        type(api)(0, 0, None)
 
 
 def test_the_function_keeps_what_it_needs_and_refuses_a_wrong_number_of_arguments(

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .checking import dense
+
 _ALIGN = 4  # int32 words: every array starts on 16 bytes
 _PADS = tuple(torch.zeros(n, dtype=torch.int32) for n in range(_ALIGN))
 
@@ -128,6 +130,8 @@ class GraphArena:
         for name, part in parts.items():
             if name in packed and name not in self.bound:
                 continue
+            if name in self.bound:
+                dense(name, self.bound[name], "core.graph-buffer")
             where = self.image[name][: part.numel()]
             source = self.staged[name][: part.numel()] if name in packed else part
             if source.data_ptr() != where.data_ptr():

@@ -200,11 +200,10 @@ def size_of(name: str, tensor: torch.Tensor) -> int:
     """Return the number of entries of an index tensor.
 
     Raises:
-        TypeError: It is not a tensor.
+        TypeError: It is not a dense tensor.
+        ValueError: It has no memory for its elements.
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(needs(name, "an int32 tensor", type(tensor).__name__, "core.index-type"))
-    return tensor.numel()
+    return dense(name, tensor, "core.index-type", "an int32 tensor").numel()
 
 
 def check_index(name: str, tensor: object, device: torch.device) -> None:

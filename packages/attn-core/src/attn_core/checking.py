@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -28,7 +29,7 @@ def dense(name: str, value: object, code: str, wanted: str = "a tensor") -> torc
     Raises:
         TypeError: Not a tensor, a sparse, nested or fake one, or a view that negates or conjugates when it is
             read.
-        ValueError: Its storage was freed.
+        ValueError: Its storage was freed, or shrunk below what its elements take.
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(needs(name, wanted, type(value).__name__, code))
@@ -44,9 +45,35 @@ def dense(name: str, value: object, code: str, wanted: str = "a tensor") -> torc
         view = "negated" if value.is_neg() else "conjugated"
         want = "a tensor that holds its values (resolve_neg() or resolve_conj() makes one)"
         raise TypeError(needs(name, want, f"a {view} view", code))
-    if not value.untyped_storage().nbytes() and value.numel() and value.device.type != "meta":
-        raise ValueError(needs(name, "memory behind its elements", "none: its storage was freed", code))
+    if not in_storage(value) and value.device.type != "meta":
+        size = value.untyped_storage().nbytes()
+        got = f"{size} bytes: its storage was shrunk" if size else "none: its storage was freed"
+        raise ValueError(needs(name, "memory behind its elements", got, code))
     return value
+
+
+def readable(tensor: torch.Tensor) -> bool:
+    """Return whether :func:`dense` has nothing to say about a plain tensor; several times as fast."""
+    return tensor.layout is torch.strided and not tensor.is_neg() and in_storage(tensor)
+
+
+def in_storage(tensor: torch.Tensor) -> bool:
+    """Return whether all elements lie in the tensor's storage, which may have been shrunk behind its back."""
+    if tensor.is_contiguous():  # half the time of the other question
+        taken = tensor.nbytes
+    else:
+        taken = _span(tensor.shape, tensor.stride()) * tensor.itemsize
+    offset = tensor.storage_offset()
+    end = taken + offset * tensor.itemsize if offset else taken
+    return end <= tensor.untyped_storage().nbytes() or not taken
+
+
+@lru_cache(maxsize=1024)
+def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Return the number of elements from the first to the last, those between them included."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
 
 
 def apart(name: str, tensor: torch.Tensor, code: str) -> torch.Tensor:
@@ -87,8 +114,7 @@ def apart_from(
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     begin = tensor.data_ptr()
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + (last + 1) * tensor.element_size()
+    return begin, begin + _span(tensor.shape, tensor.stride()) * tensor.itemsize
 
 
 def whole(name: str, value: object, code: str, least: int | None = None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .checking import flag, whole
+from .checking import dense, flag, whole
 from .errors import needs
 from .planner import GraphBuffers
 
@@ -150,6 +150,7 @@ def _buffer(
     if not isinstance(buffer, torch.Tensor):
         text = needs(name, "a tensor in CUDA-graph mode", type(buffer).__name__, "core.graph-buffer")
         raise ValueError(f"{text}; it should be a torch.Tensor in cudagraph mode")
+    dense(name, buffer, "core.graph-buffer")
     if buffer.dtype is not dtype or buffer.ndim != 1 or not buffer.is_contiguous():
         got = f"{buffer.dtype}, shape {tuple(buffer.shape)}, strides {buffer.stride()}"
         raise ValueError(needs(name, f"a contiguous 1-D {dtype} tensor", got, "core.graph-buffer"))

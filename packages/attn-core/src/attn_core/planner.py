@@ -16,7 +16,7 @@ from .arena import Copy, GraphArena, Image, Layout, pack, upload
 from .arguments import MaskBits, check_workspace
 from .backend import DeviceImage, PlanResult
 from .batch import HostBatch, with_host_indices
-from .checking import backend_name
+from .checking import backend_name, dense
 from .errors import needs
 from .frozen import FrozenShape, check_capacity
 from .plan_image import captured_layout, index_parts
@@ -332,7 +332,9 @@ def plan_all(asked: Sequence[tuple[Planner, AttentionProblem, HostBatch]]) -> No
 
 
 def check_bytes(buffer: torch.Tensor, wanted: int) -> None:
-    """Raise ValueError when a workspace is smaller than a plan needs."""
+    """Raise ValueError when a workspace is smaller than a plan needs, or its storage was shrunk."""
+    if wanted:
+        dense("float_workspace_buffer", buffer, "core.workspace")
     given = buffer.numel() * buffer.element_size()
     if given < wanted:
         text = needs("float_workspace_buffer", f"{wanted} bytes", given, "core.workspace")

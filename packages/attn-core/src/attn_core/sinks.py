@@ -15,6 +15,7 @@ from torch.compiler import is_dynamo_compiling
 
 from . import tracing
 from .arguments import refuse
+from .checking import dense
 from .errors import needs
 from .options import number
 
@@ -84,8 +85,7 @@ def sink_and_scale(
         want = "q, the keys and values, sink and at most sm_scale"
         raise TypeError(needs("run", want, f"{len(args)} after the cache", "core.arguments"))
     sink, sm_scale = args[0], args[1] if len(args) == 2 else None
-    if not isinstance(sink, torch.Tensor):
-        raise TypeError(needs("sink", "a tensor", type(sink).__name__, "core.sink"))
+    sink = dense("sink", sink, "core.sink")
     if not sink.is_floating_point() or tuple(sink.shape) != (heads,):
         got = f"{sink.dtype} {tuple(sink.shape)}"
         raise ValueError(needs("sink", f"floating point [{heads}], one per query head", got, "core.sink"))

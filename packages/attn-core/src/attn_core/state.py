@@ -238,12 +238,13 @@ def check_scale(name: str, value: object, device: torch.device) -> Scale:
     """Return a per-tensor scale; None is 1.0. A tensor stays on its device: no value is read back.
 
     Raises:
-        TypeError: Neither a number nor a tensor.
-        ValueError: A tensor of more than one element, or on another device.
+        TypeError: Neither a number nor a dense tensor.
+        ValueError: A tensor of more than one element, without memory, or on another device.
     """
     if value is None:
         return 1.0
     if isinstance(value, torch.Tensor):
+        dense(name, value, "core.scale")
         if value.numel() != 1:
             raise ValueError(needs(name, "one element (per-tensor)", tuple(value.shape), "core.scale"))
         if value.device.type != "cpu" and value.device != device:

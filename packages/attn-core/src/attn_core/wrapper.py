@@ -14,7 +14,7 @@ from . import capture, state, tracing
 from .arguments import check_workspace, refuse
 from .backend import RunIO
 from .cache_view import unpack
-from .checking import apart_from, device_of, flag, whole
+from .checking import apart_from, dense, device_of, flag, in_storage, readable, whole
 from .engine_view import EngineView
 from .errors import needs
 from .planner import check_bytes
@@ -114,25 +114,25 @@ class AttentionWrapper(EngineView):
         s = self._state if plan is None else plan
         if s is None:
             s = self._planned()
-        device, contract = s.device, s.contract
+        contract = s.contract
         try:
             self._check(s, q, k, v)
         except RuntimeError:  # torch's, of a tensor that has no sizes or strides
             state.check_dense(q, k, v)
             raise
-        if contract.q != "any" and (contract.q == "packed" or q.stride()[2] != 1):
-            q = state.fit_q(contract, q)
         if out is not None:
-            state.check_output("out", out, s.out_shape, s.o_dtype, device)
+            state.check_output("out", out, s.out_shape, s.o_dtype, s.device)
             apart_from("out", out, (("k", k), ("v", v)), "core.out")
         else:
             out = _new_out(s, q)
         if return_lse is not False:
             return_lse = flag("return_lse", return_lse)
         if return_lse or lse is not None:  # one that was handed over is written, asked for or not
-            lse = self._lse(s, lse)
+            lse = _lse(s, lse, (("q", q), ("k", k), ("v", v), ("out", out)))
+        if contract.q != "any" and (contract.q == "packed" or q.stride()[2] != 1):
+            q = state.fit_q(contract, q)
         sums = None if lse is None else _writable(lse)
-        io = RunIO(q, k, v, _writable(out), sums, self._float_workspace_buffer)
+        io = RunIO(q, k, v, _writable(out), sums, self._workspace(s))
         if q_scale is not None or k_scale is not None or v_scale is not None:
             _set_scales(s, io, q_scale, k_scale, v_scale)
         if q.is_cuda:
@@ -239,7 +239,7 @@ class AttentionWrapper(EngineView):
         plain = q.__class__ is torch.Tensor
         if not plain or q.shape != s.q_shape or q.dtype is not s.q_dtype or q.device != device:
             state.check_q(s, q)
-        if not q.layout is k.layout is v.layout is torch.strided or q.is_neg() or k.is_neg() or v.is_neg():
+        if not (readable(q) and readable(k) and readable(v)):
             state.check_dense(q, k, v)
         shape = k.shape
         if shape[1:] != s.kv_tail or shape[0] < rows or k.dtype is not s.kv_dtype or k.device != device:
@@ -270,14 +270,11 @@ class AttentionWrapper(EngineView):
                 needs("run during graph capture", want, "an eager one", "core.eager-in-capture")
             )
 
-    def _lse(self, s: PlanState, lse: torch.Tensor | None) -> torch.Tensor:
-        if not s.decision.path.capability.lse:
-            want = f"a plan with needs_lse=True ({s.decision.candidate} has no LSE)"
-            raise ValueError(needs("return_lse", want, "one without", "core.lse"))
-        shape = s.out_shape[:2]
-        if lse is None:
-            return torch.empty(shape, dtype=torch.float32, device=s.device)
-        return state.check_output("lse", lse, shape, torch.float32, s.device)
+    def _workspace(self, s: PlanState) -> torch.Tensor:
+        buffer = self._float_workspace_buffer
+        if s.workspace_bytes and not in_storage(buffer):
+            dense("float_workspace_buffer", buffer, "core.workspace")
+        return buffer
 
     def _scaled_q(self, changes: dict[str, Any], q_scale: state.Scale | None = None) -> state.Scale | None:
         """Take ``sm_scale`` out of what a deprecated ``forward`` changes, into the scale of q.
@@ -350,6 +347,20 @@ def _writable(t: torch.Tensor) -> torch.Tensor:
     Those refuse a leaf that requires a gradient and, outside of that mode, a tensor made in inference mode.
     """
     return t.detach() if t.requires_grad or t.is_inference() else t
+
+
+def _lse(
+    s: PlanState, lse: torch.Tensor | None, others: tuple[tuple[str, torch.Tensor], ...]
+) -> torch.Tensor:
+    """Return memory for the log-sum-exp: the caller's, if that is right and apart from the other tensors."""
+    if not s.decision.path.capability.lse:
+        want = f"a plan with needs_lse=True ({s.decision.candidate} has no LSE)"
+        raise ValueError(needs("return_lse", want, "one without", "core.lse"))
+    shape = s.out_shape[:2]
+    if lse is None:
+        return torch.empty(shape, dtype=torch.float32, device=s.device)
+    state.check_output("lse", lse, shape, torch.float32, s.device)
+    return apart_from("lse", lse, others, "core.lse")
 
 
 def _ask_direct(s: PlanState, io: RunIO) -> None:

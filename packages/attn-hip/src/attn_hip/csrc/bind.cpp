@@ -184,9 +184,12 @@ PYBIND11_MODULE(ATTN_MODULE, m) {
       .def("run", &run_gpu)
       .def("run_scaled", &run_gpu_scaled)
       .def("direct", &direct_gpu);
+  py::class_<StorageApi>(m, "StorageApi", py::module_local())
+      .def(py::init<uint64_t, uint64_t, const py::object&>())
+      .def("of", &StorageApi::of);
   py::class_<Held>(m, "Held", py::module_local())
-      .def(py::init<const py::object&, const py::tuple&, const py::tuple&, const py::tuple&, const py::tuple&,
-                    const py::tuple&, int64_t>());
+      .def(py::init<const py::object&, const StorageApi&, const py::tuple&, const py::tuple&, const py::tuple&,
+                    const py::tuple&, const py::tuple&, int64_t>());
 }
 
 }  // namespace attn

@@ -9,6 +9,7 @@
 
 #include "bind_run.h"
 #include "exchange.h"
+#include "storage.h"
 
 namespace attn {
 
@@ -18,9 +19,9 @@ class Held {
   // stream: (function, device) for the current stream's handle, or () on a CPU. tensors: (torch.Tensor, its is_neg, q, k,
   // out) of a run that was right; shapes of q and out; of k and v, after the first dimension, whose size is at least
   // least_rows.
-  Held(const py::object& api, const py::tuple& stream, const py::tuple& tensors, const py::tuple& q_and_out,
+  Held(const py::object& api, const StorageApi& storage, const py::tuple& stream, const py::tuple& tensors, const py::tuple& q_and_out,
        const py::tuple& k_tail, const py::tuple& v_tail, int64_t least_rows)
-      : api_(static_cast<const ExchangeApi*>(PyCapsule_GetPointer(api.ptr(), kExchangeName))),
+      : api_(static_cast<const ExchangeApi*>(PyCapsule_GetPointer(api.ptr(), kExchangeName))), storage_(storage),
         tensor_(tensors[0]), is_neg_(tensors[1]), q_shape_(sizes(q_and_out[0])), out_shape_(sizes(q_and_out[1])),
         k_tail_(sizes(k_tail)), v_tail_(sizes(v_tail)), least_rows_(least_rows) {
     if (!api_) throw py::error_already_set();
@@ -36,12 +37,13 @@ class Held {
 
   size_t kv_dims() const { return k_tail_.size() + 1; }
 
-  // Reads a tensor that has memory and is read as it is stored. No subclass is: it may mean anything.
+  // Reads a tensor that has memory for all its elements and is read as it is stored. No subclass is: it may mean anything.
   bool read(PyObject* object, ExchangeTensor* found) const {
     if (Py_TYPE(object) != reinterpret_cast<PyTypeObject*>(tensor_.ptr())) return false;
     if (api_->view(object, found)) return forget();
     if (!found->data || found->device.type != device_.type || found->device.index != device_.index) return false;
     found->data = static_cast<char*>(found->data) + found->byte_offset;
+    if (!storage_.holds(object, *found)) return false;
     PyObject* negated = PyObject_CallOneArg(is_neg_.ptr(), object);
     if (!negated) return forget();
     Py_DECREF(negated);  // True and False outlive this
@@ -101,6 +103,7 @@ class Held {
   }
 
   const ExchangeApi* api_;
+  StorageApi storage_;
   py::object tensor_, is_neg_, stream_, stream_device_;
   std::vector<int64_t> q_shape_, out_shape_, k_tail_, v_tail_;
   int64_t least_rows_;
@@ -115,15 +118,13 @@ struct DirectTensors {
   Scales scales;
 };
 
-// Bytes that elements of a tensor lie in.
-struct Extent {
-  uint64_t begin, end;
-  explicit Extent(const ExchangeTensor& t) : begin(reinterpret_cast<uint64_t>(t.data)) {
-    int64_t last = 0;
-    for (int32_t d = 0; d < t.ndim; d++) last += (t.shape[d] - 1) * t.strides[d];
-    end = begin + uint64_t(last + 1) * t.dtype.bits / 8;
+// What a run writes; lse is out where there is none.
+struct Written {
+  Extent out, lse;
+  bool meets(const ExchangeTensor& other) const {
+    const Extent read(other);
+    return out.meets(read) || lse.meets(read);
   }
-  bool meets(const Extent& other) const { return begin < other.end && other.begin < end; }
 };
 
 // Reads the arguments of a call; false where it is not one to be enqueued here.
@@ -136,14 +137,14 @@ class DirectCall {
     ExchangeTensor q, out, lse, work;
     if (!held.read(a[0], &q) || !held.query(q)) return false;
     if (!held.read(a[2], &out) || !held.output(out)) return false;
-    const Extent written(out);
-    if (written.meets(Extent(q))) return false;
-    if (!read_cache(held, a[1], written, t)) return false;
-    t->q = of(q, 0), t->out = of(out, 0);
+    Written written = {Extent(out), Extent(out)};
     if (a[3] != Py_None) {
-      if (!held.read(a[3], &lse) || !held.lse(lse) || written.meets(Extent(lse))) return false;
+      if (!held.read(a[3], &lse) || !held.lse(lse) || written.meets(lse)) return false;
+      written.lse = Extent(lse);
       t->lse = reinterpret_cast<uint64_t>(lse.data);
     }
+    if (written.meets(q) || !read_cache(held, a[1], written, t)) return false;
+    t->q = of(q, 0), t->out = of(out, 0);
     if (a[4] != Py_None) {
       if (!held.read(a[4], &work)) return false;
       t->partials = reinterpret_cast<uint64_t>(work.data);
@@ -152,16 +153,16 @@ class DirectCall {
   }
 
  private:
-  static bool read_cache(const Held& held, PyObject* cache, const Extent& written, DirectTensors* t) {
+  static bool read_cache(const Held& held, PyObject* cache, const Written& written, DirectTensors* t) {
     ExchangeTensor k, v;
     if (PyTuple_CheckExact(cache)) {
       if (PyTuple_GET_SIZE(cache) != 2) return false;
-      if (!held.read(PyTuple_GET_ITEM(cache, 0), &k) || !held.keys(k) || written.meets(Extent(k))) return false;
-      if (!held.read(PyTuple_GET_ITEM(cache, 1), &v) || !held.values(v) || written.meets(Extent(v))) return false;
+      if (!held.read(PyTuple_GET_ITEM(cache, 0), &k) || !held.keys(k) || written.meets(k)) return false;
+      if (!held.read(PyTuple_GET_ITEM(cache, 1), &v) || !held.values(v) || written.meets(v)) return false;
       t->k = of(k, 0), t->v = of(v, 0);
       return true;
     }
-    if (held.kv_dims() != 4 || !held.read(cache, &k) || !held.both(k) || written.meets(Extent(k))) return false;
+    if (held.kv_dims() != 4 || !held.read(cache, &k) || !held.both(k) || written.meets(k)) return false;
     t->k = of(k, 1), t->v = t->k;
     t->v.at += uint64_t(k.strides[1]) * k.dtype.bits / 8;
     return true;
