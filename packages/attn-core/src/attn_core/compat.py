@@ -40,7 +40,7 @@ _BUILDS = (
     "jit.mla", "jit.page", "jit.quantization", "jit.rope", "jit.sampling", "jit.utils", "jit.xqa",
 )  # fmt: skip
 BACKENDS = (
-    "aiter", "auto", "cudnn", "cute-dsl", "cutlass", "fa2", "fa3", "fmha_v2", "sparse", "trtllm-gen",
+    "aiter", "auto", "cudnn", "cute-dsl", "cutlass", "fa2", "fa3", "fmha_v2", "native", "sparse", "trtllm-gen",
     "trtllm-native", "vsa_sm100_blk128", "vsa_sm100_blk64", "vsa_sm120_blk64", "xqa",
 )  # fmt: skip
 """What upstream and its AMD fork take as ``backend=``."""
