@@ -64,6 +64,13 @@ assert fork_decode.BatchDecodeWithPagedKVCacheWrapper is ForkDecode is BatchDeco
 assert fork_prefill.single_prefill_with_kv_cache is attn_core.single_prefill_with_kv_cache
 assert _aiter_ops_importable() is bool(find_spec("aiter"))
 fork_prefill._aiter_ops_importable.cache_clear()
+assert flashinfer.cascade._HIP_FUSED_CASCADE is False and not hasattr(flashinfer.decode, "_HIP_FUSED_CASCADE")
+assert flashinfer.use_torch_custom_ops_enabled() is bool(find_spec("attn_compile"))
+import torch
+from flashinfer.utils import determine_mla_backend, get_device_name, get_indptr, version_at_least
+assert determine_mla_backend(torch.device("cpu")) == "fa2" and get_device_name("cpu") == "cpu"
+assert get_indptr(torch.tensor([3, 0, 4], dtype=torch.int32)).tolist() == [0, 3, 3, 7]
+assert version_at_least("2.11.0+cu130", "2.9") and not version_at_least("2.9.1", "2.11")
 import torch
 assert BatchAttention is attn_core.BatchAttention and merge_states is attn_core.merge_states
 assert not is_cuda_tile_available() and not is_aiter_supported(torch.device("cpu"))

@@ -18,7 +18,7 @@ import attn_core
 
 from . import compat_fork, plugins
 from .checking import OTHER_NAMES
-from .compat_modules import SHARED, UTILS, Lookup, autotune, jit, no
+from .compat_modules import SHARED, UTILS, Lookup, autotune, jit, no, traceable
 from .errors import needs
 from .not_here import NAMES, refusing
 from .route import check_requested
@@ -40,8 +40,8 @@ _BUILDS = (
     "jit.mla", "jit.page", "jit.quantization", "jit.rope", "jit.sampling", "jit.utils", "jit.xqa",
 )  # fmt: skip
 BACKENDS = (
-    "aiter", "auto", "cudnn", "cute-dsl", "cutlass", "fa2", "fa3", "fmha_v2", "native", "sparse", "trtllm-gen",
-    "trtllm-native", "vsa_sm100_blk128", "vsa_sm100_blk64", "vsa_sm120_blk64", "xqa",
+    "aiter", "auto", "cudnn", "cute-dsl", "cutlass", "fa2", "fa3", "fmha_v2", "native", "sparse",
+    "trtllm-gen", "trtllm-native", "vsa_sm100_blk128", "vsa_sm100_blk64", "vsa_sm120_blk64", "xqa",
 )  # fmt: skip
 """What upstream and its AMD fork take as ``backend=``."""
 
@@ -172,7 +172,11 @@ def _lookups() -> Iterator[tuple[str, Lookup]]:
 
 
 def _root(wanted: str) -> object:
-    own = {"autotune": autotune, "next_positive_power_of_2": UTILS["next_positive_power_of_2"]}
+    own = {
+        "autotune": autotune,
+        "use_torch_custom_ops_enabled": traceable,
+        "next_positive_power_of_2": UTILS["next_positive_power_of_2"],
+    }
     return own[wanted] if wanted in own else getattr(attn_core, wanted)
 
 
@@ -185,6 +189,8 @@ def _attribute_of(module: str) -> Lookup:
             return refusing(module, wanted)
         if wanted.startswith("gen_"):
             return jit(wanted)
+        if module == "cascade" and wanted in compat_fork.CASCADE:
+            return compat_fork.CASCADE[wanted]
         return UTILS[wanted] if wanted in SHARED else getattr(attn_core, wanted)
 
     return find

@@ -82,6 +82,8 @@ FORK: dict[str, Any] = {
     "is_aiter_supported": is_aiter_supported,
 }
 """The fork's names. What it decides by page size or cap before a call, plan() decides here."""
+CASCADE: dict[str, Any] = {"_HIP_FUSED_CASCADE": False}
+"""Switches that the fork has in a module of upstream's; there is one way to merge here."""
 PARTS: dict[str, str | None] = {
     "aiter_utils": None, "decode_rocm": "decode", "mla_rocm": "mla", "prefill_rocm": "prefill", "rocm": None,
     "rocm.aiter_utils": None, "rocm.arch_caps": None, "rocm.decode": "decode", "rocm.mla": "mla",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from . import plugins, tracing
 from .errors import needs
 from .not_here import OWN_KERNELS
 
@@ -136,9 +138,35 @@ def round_up(x: int, y: int) -> int:
     return ceil_div(x, y) * y
 
 
+def get_indptr(x: torch.Tensor) -> torch.Tensor:
+    """Return the offsets of some lengths, int64, one more than there are lengths."""
+    return torch.cat((x.new_zeros(1, dtype=torch.int64), x.to(torch.int64).cumsum(0)))
+
+
+def get_device_name(device: torch.device | str) -> str:
+    """Return torch's name of a GPU, the type of anything else."""
+    device = torch.device(device)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def version_at_least(version: str, base_version: str) -> bool:
+    """Compare two versions by their numbers."""
+
+    def numbers(text: str) -> list[int]:
+        return [int(number) for number in re.findall(r"\d+", text.partition("+")[0])]
+
+    return numbers(version) >= numbers(base_version)
+
+
 def autotune(*args: object, **kwargs: object) -> AbstractContextManager[None]:
     """Return a context in which nothing is different: ``attn tune`` measures, once, outside the program."""
     return nullcontext()
+
+
+def traceable() -> bool:
+    """Say whether calls can be traced by torch.compile, the AMD fork's ``use_torch_custom_ops_enabled()``."""
+    plugins.registry()
+    return not isinstance(tracing.state(), str)
 
 
 def no(*args: object, **kwargs: object) -> bool:
@@ -178,7 +206,9 @@ UTILS: dict[str, Any] = {
     "GPUArchitectureError": GPUArchitectureError, "LibraryError": LibraryError, "MaskMode": MaskMode,
     "PosEncodingMode": PosEncodingMode, "TensorLayout": TensorLayout, "_get_range_buf": _range,
     "canonicalize_torch_dtype": canonicalize_torch_dtype, "ceil_div": ceil_div,
-    "determine_attention_backend": lambda *args, **kwargs: "fa2", "get_alibi_slopes": get_alibi_slopes,
+    "determine_attention_backend": lambda *args, **kwargs: "fa2",
+    "determine_mla_backend": lambda *args, **kwargs: "fa2", "get_alibi_slopes": get_alibi_slopes,
+    "get_device_name": get_device_name, "get_indptr": get_indptr, "version_at_least": version_at_least,
     "get_compute_capability": get_compute_capability, "get_device_sm_count": get_device_sm_count,
     "has_flashinfer_jit_cache": lambda: True, "is_float8": is_float8,
     "last_positive_power_of_2": last_positive_power_of_2, "log2e": math.log2(math.e),
