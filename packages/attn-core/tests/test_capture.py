@@ -23,7 +23,7 @@ from attn_core.problem import Op
 from attn_core.sparse import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper
 
 from .fakes import FakeBackend
-from .kit import SIZES, ints, pages, workspace
+from .kit import SIZES, ints, paged_wrapper, pages, workspace
 
 
 @pytest.fixture
@@ -237,3 +237,12 @@ def test_a_wrapper_is_not_copied(how):
         how(_decode())
     with pytest.raises(TypeError, match=r"BatchPrefillWithPagedKVCacheWrapper: needs to be .*\[core\.copy\]"):
         copy.deepcopy({"model": MultiLevelCascadeAttentionWrapper(2, workspace())})
+
+
+def test_an_eager_wrapper_that_is_captured_is_named_with_what_it_lacks(stream):
+    wrapper = paged_wrapper()
+    stream(True)
+    with pytest.raises(RuntimeError) as told:
+        wrapper._refuse_eager_capture()
+    for word in ("use_cuda_graph=True, got", "BatchPrefillWithPagedKVCacheWrapper", "use_cuda_graph=False"):
+        assert word in str(told.value)

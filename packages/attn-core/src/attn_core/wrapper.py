@@ -266,9 +266,8 @@ class AttentionWrapper(EngineView):
     def _refuse_eager_capture(self) -> None:
         if self._eager_capture():
             want = "a wrapper with use_cuda_graph=True"
-            raise RuntimeError(
-                needs("run during graph capture", want, "an eager one", "core.eager-in-capture")
-            )
+            got = f"a {type(self).__name__} with use_cuda_graph=False"
+            raise RuntimeError(needs("run during graph capture", want, got, "core.eager-in-capture"))
 
     def _workspace(self, s: PlanState) -> torch.Tensor:
         buffer = self._float_workspace_buffer
