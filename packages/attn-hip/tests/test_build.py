@@ -142,8 +142,10 @@ def test_no_compiler_is_a_reason_unless_something_is_built(
     assert reason is not None
     assert reason.code is codes.COMPILER
     assert "g++" in reason.text
-    with pytest.raises(build.NoCompiler):
+    with pytest.raises(build.NoCompiler, match=r"^needs a C\+\+17 compiler \(g\+\+, .*\), got none that can"):
         build.ensure("generic")
+    host = Host()
+    assert host.prepare() == reason  # the same words, and each once
     monkeypatch.setenv("PATH", path)
     built = build.ensure("generic")
     monkeypatch.setenv("PATH", str(tmp_path))

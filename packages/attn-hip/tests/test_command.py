@@ -59,6 +59,17 @@ def test_all_go_on_after_a_failure(asked: list[str]) -> None:
     assert out.count("native.so") == 2
 
 
+def test_a_cause_that_all_share_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(isa, "known", lambda: ("avx2", "generic"))
+    status, out, err = run("--isa", "all")
+    wanted = (
+        "attn build: avx2, generic: needs a C++17 compiler (g++, c++, clang++), got none that can be run\n"
+    )
+    assert (status, out, err) == (1, "", wanted)
+
+
 def test_json_is_one_object(asked: list[str]) -> None:
     status, out, err = run("--isa", "generic", "--isa", "avx2", "--isa", "generic", "--json")
     said = json.loads(out)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
+from attn_core.target import DeviceTarget
 from attn_hip import build, cache, device_build, gpu, plan, toolchain, variants
 from attn_hip.build import BuildError, NoCompiler
 from attn_hip.device_build import Built, Job
@@ -67,9 +68,31 @@ def test_a_packed_object_needs_no_compiler_until_the_sources_change(
     found.write_bytes(found.read_bytes()[:-1])
     assert device_build.existing(ONE, "gfx942") is None
     (sources / "one.cpp").write_text(KERNEL + "// changed\n")
-    with pytest.raises(NoCompiler, match=r"needs a compiler for gfx942 .* got none that can"):
+    with pytest.raises(NoCompiler, match=r"needs a compiler for gfx942 .* got none$"):
         device_build.ensure(ONE, "gfx942")
     assert "a compiler for gfx942" in str(device_build.missing("gfx942", [ONE]))
+
+
+def test_a_compiler_that_cannot_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an old one that does not know the target: what is wanted and what is there, each once."""
+    old = tmp_path / "amdclang++"
+    old.write_text("#!/bin/sh\ncase $1 in --version) echo clang version 15.0.0;; *) exit 1;; esac\n")
+    old.chmod(0o755)
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "empty"))
+    monkeypatch.setenv(toolchain.AMD_VARIABLE, str(old))
+    (variant,) = (v for v in gpu.all_variants("gfx942") if v.name == "append")
+    made = gpu.Gpu()
+    monkeypatch.setattr(gpu, "driver", lambda kind: None)
+    reason = made.ready(None, DeviceTarget("hip", "gfx942", 304, 64), variant)
+    assert reason is not None
+    assert reason.text == (
+        f"needs ATTN_HIP_CXX={old} to compile for gfx942, or code objects built ahead of time, got "
+        "amdclang++, which cannot"
+    )
+    ran = CliRunner().invoke(APP, ["--arch", "gfx942"])
+    assert (ran.exit_code, ran.stderr) == (
+        1, f"attn build: needs ATTN_HIP_CXX={old} to compile for gfx942, got amdclang++, which cannot\n",
+    )  # fmt: skip
 
 
 def test_a_failed_build_quotes_the_compiler_and_stops_no_other(sources: Path) -> None:

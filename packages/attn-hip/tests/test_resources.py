@@ -145,12 +145,15 @@ def test_shared_memory_has_no_bank_conflicts(loops: dict[Key, dict[str, Any]]) -
 
 
 def test_matrix_units_are_what_prefill_keeps_busy(loops: dict[Key, dict[str, Any]]) -> None:
-    """Clocks of matrix instructions over those of vector instructions."""
-    few = {
-        key: row["matrix_over_vector"]
-        for key, row in loops.items()
-        if key[0] == "prefill 128" and row["matrix_over_vector"] < 0.8
-    }
+    """Clocks of matrix instructions over those of vector instructions.
+
+    At head dim 64 gfx950 cannot get there: a score takes 4 clocks of products and 4 of its exponential alone.
+    """
+    few = {}
+    for key, row in loops.items():
+        least = 0.5 if key[:2] == ("prefill 64", "gfx950") else 0.8
+        if key[0] in ("prefill 64", "prefill 128", "prefill 256") and row["matrix_over_vector"] < least:
+            few[key] = row["matrix_over_vector"]
     assert few == {}
 
 

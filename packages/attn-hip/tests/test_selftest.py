@@ -130,6 +130,19 @@ def test_a_check_that_raises_is_a_result_and_stops_no_other(
     assert rows[2]["error"] is None
 
 
+def test_a_cause_that_all_share_is_said_once(few: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("the driver says no")
+
+    for name in ("run", "append"):
+        monkeypatch.setattr(Fa2Backend, name, broken)
+    result = check(*ON_CPU)
+    assert result.exit_code == 1
+    assert result.stdout.count("the driver says no") == 1
+    assert f"FAILED  {'cpu, append':26} RuntimeError: the driver says no\n" in result.stdout
+    assert "1 of 4 checks passed" in result.stdout
+
+
 def test_one_wrong_byte_of_an_append_and_one_wrong_token_fail(
     few: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

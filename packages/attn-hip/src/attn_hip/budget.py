@@ -7,7 +7,9 @@ kernels what a step of their loop executes, as counted by the interpreter of the
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -41,12 +43,87 @@ def load() -> Mapping[str, Sequence[Row]]:
     return read
 
 
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """A goal for all rows of a kind.
+
+    Attributes:
+        what: For the table.
+        rows: ``resources`` or ``loops``.
+        match: Pattern of the kernels or cases that it is about.
+        value: Figure of a row.
+        goal: What the figure should reach.
+        at_least: Whether more is better.
+    """
+
+    what: str
+    rows: str
+    match: str
+    value: Callable[[Row], float]
+    goal: float
+    at_least: bool
+
+    def worst(self, arch: str) -> tuple[float, str]:
+        """Return the worst figure of an arch by any compiler, and whose it is."""
+        name = "variant" if self.rows == "resources" else "case"
+        rows = [r for r in load()[self.rows] if r["arch"] == arch and re.fullmatch(self.match, r[name])]
+        worst = (min if self.at_least else max)(rows, key=self.value)
+        return self.value(worst), worst[name]
+
+    def met(self, figure: float) -> bool:
+        """Say whether a figure reaches the goal."""
+        return figure >= self.goal if self.at_least else figure <= self.goal
+
+
+def _key(name: str) -> Callable[[Row], float]:
+    return lambda row: float(row[name])
+
+
+_PLAIN = "attend_.*_(same|fp8)"
+_RATIO, _ISSUE = _key("matrix_over_vector"), _key("issue_over_memory")
+GATES = (
+    Gate("registers spilled, bytes of scratch", "resources", ".*",
+         lambda row: row["vgpr_spills"] + row["sgpr_spills"] + row["scratch"], 0, False),
+    Gate("waves, prefill", "resources", "attend_.*_64", _key("waves"), 2, True),
+    Gate("waves, decode up to head_dim 128", "resources", f"{_PLAIN}_(64|128)_16", _key("waves"), 4, True),
+    Gate("waves, decode of head_dim 256", "resources", f"{_PLAIN}_256_16", _key("waves"), 2, True),
+    Gate("waves, decode with every feature", "resources", "attend_.*_any_.*_16", _key("waves"), 2, True),
+    *(Gate(f"matrix/vector, prefill of head_dim {dim}", "loops", f"prefill {dim}", _RATIO, 0.8, True)
+      for dim in (64, 128, 256)),
+    Gate("matrix/vector, prefill of an e4m3fn cache", "loops", "prefill 128 e4m3fn", _RATIO, 0.8, True),
+    Gate("matrix/vector, prefill of an e4m3fnuz cache", "loops", "prefill 128 e4m3fnuz", _RATIO, 0.8, True),
+    Gate("issue/memory, decode of groups 4, 8 and 16", "loops", "decode 128, group.*", _ISSUE, 0.25, False),
+    Gate("issue/memory, decode of head_dim 64", "loops", "decode 64.*", _ISSUE, 0.25, False),
+    Gate("issue/memory, decode of an e4m3fn cache", "loops", "decode 128 e4m3fn,.*", _ISSUE, 0.25, False),
+    Gate("issue/memory, decode of an e4m3fnuz cache", "loops", "decode 128 e4m3fnuz,.*", _ISSUE, 0.25, False),
+    Gate("K and V by 128-bit loads, each once", "loops", ".*", _key("wide_loads"), 1, True),
+    Gate("conflicts", "loops", ".*", _key("conflicts"), 1.1, False),
+    Gate("exponentials per score", "loops", ".*", _key("exp_per_score"), 1, False),
+)  # fmt: skip
+"""What the kernels should reach; the reference says where they are."""
+
+
+def _gate_row(gate: Gate) -> list[object]:
+    cells: list[object] = [gate.what, f"{'>=' if gate.at_least else '<='} {gate.goal:g}"]
+    for arch in LDS_BYTES:
+        figure, whose = gate.worst(arch)
+        cells.append(f"{figure:.3g}" if gate.met(figure) else f"**{figure:.3g}** ({whose})")
+    return cells
+
+
 def page() -> list[str]:
     """Return the paragraphs of the reference page."""
     budget = load()
     return [
         "What the kernels for AMD may take, by compiler (`ziglang` is LLVM 22). The tests hold every build "
         "to these numbers. Nothing here was measured on a GPU.",
+        "## Goals",
+        "The worst figure of any kernel by any compiler; one that misses its goal is bold. What the figures "
+        "are stands with the tables below. An exponential takes the time of four vector instructions, "
+        "so at head dim 64 gfx950, whose products are twice as fast, cannot reach 0.8: 0.67 with nothing "
+        "but the softmax. Widening fp8 takes an instruction for every pair of elements at the least, against "
+        "memory that brings twice as many.",
+        _table(("figure", "goal", *LDS_BYTES), map(_gate_row, GATES)),
         "## Registers and shared memory",
         "`waves` is how many waves one SIMD holds at once, by vector registers and shared memory.",
         _table(

@@ -28,6 +28,7 @@ COMPILER_VARIABLE = "ATTN_CXX"
 FLAGS_VARIABLE = "ATTN_CXXFLAGS"
 MODULE = "native"
 COMPILERS = ("g++", "c++", "clang++")
+NOTHING = "none that can be run"
 FLAGS = (
     "-std=c++17", "-O2", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off",
     "-fvisibility=hidden", "-fPIC", "-pthread", f"-DATTN_MODULE={MODULE}",
@@ -52,7 +53,15 @@ class BuildError(Exception):
 
 
 class NoCompiler(BuildError):
-    """There is no compiler to build with."""
+    """There is no compiler to build with.
+
+    Attributes:
+        got: What there is instead.
+    """
+
+    def __init__(self, wanted: str, got: str) -> None:
+        super().__init__(f"needs {wanted}, got {got}")
+        self.got = got
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +183,7 @@ def find_compiler() -> Compiler:
     """
     command = compiler_command()
     if command is None:
-        raise NoCompiler(f"{compiler_wanted()}: not found on PATH")
+        raise NoCompiler(compiler_wanted(), NOTHING)
     return _asked(command, stamp(command[0]))
 
 
@@ -192,7 +201,8 @@ def _asked(command: tuple[str, ...], stamp: tuple[int, int]) -> Compiler:
             timeout=_VERSION_TIMEOUT_S, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError) as err:
-        raise NoCompiler(f"{' '.join(command)} --version: {' '.join(str(err).split())}") from err
+        said = " ".join(str(err).split())
+        raise NoCompiler(compiler_wanted(), f"no version of {' '.join(command)}: {said}") from err
     return Compiler(command, ran.stdout.decode(errors="replace").strip())
 
 

@@ -189,11 +189,14 @@ def _for_cpu(wanted: list[str], as_json: bool) -> bool:
     if as_json:
         typer.echo(json.dumps({"ok": all(row["error"] is None for row in rows), "builds": rows}, indent=2))
     else:
+        failed: dict[object, list[str]] = {}
         for row in rows:
             if row["error"] is not None:
-                typer.echo(f"attn build: {row['isa']}: {row['error']}", err=True)
+                failed.setdefault(row["error"], []).append(str(row["isa"]))
             else:
                 typer.echo(f"{row['isa']}  {row['path']}  {row['seconds']} s")
+        for error, names in failed.items():  # each cause once
+            typer.echo(f"attn build: {', '.join(names)}: {error}", err=True)
     return any(row["error"] is not None for row in rows)
 
 

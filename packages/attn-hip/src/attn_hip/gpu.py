@@ -116,7 +116,9 @@ class Gpu:
         try:
             self._loaded[slot] = _load(native, target, variant)
         except NoCompiler as err:
-            self._failed[slot] = Reason(codes.DEVICE_COMPILER, CANDIDATE, toolchain.wanted(target.arch), err)
+            self._failed[slot] = Reason(
+                codes.DEVICE_COMPILER, CANDIDATE, toolchain.wanted(target.arch), err.got
+            )
         except BuildError as err:
             self._failed[slot] = Reason(codes.DEVICE_BUILD, CANDIDATE, target.arch, err)
         except cache.CacheError as err:

@@ -51,7 +51,7 @@ class Host:
                 return None
         except cache.CacheError:
             pass  # prepare() says so
-        return Reason(codes.COMPILER, CANDIDATE, build.compiler_wanted(), "none that can be run")
+        return Reason(codes.COMPILER, CANDIDATE, build.compiler_wanted(), build.NOTHING)
 
     def prepare(self, name: str | None = None, progress: build.Progress | None = None) -> Reason | None:
         """Load the module, building it if the cache has none; a failure is remembered.
@@ -71,7 +71,7 @@ class Host:
         try:
             self._modules[name] = load(obtain(name, progress))
         except build.NoCompiler as err:
-            self._failed[name] = Reason(codes.COMPILER, CANDIDATE, build.compiler_wanted(), err)
+            self._failed[name] = Reason(codes.COMPILER, CANDIDATE, build.compiler_wanted(), err.got)
         except build.BuildError as err:
             self._failed[name] = Reason(codes.BUILD, CANDIDATE, None, err)
         except cache.CacheError as err:
@@ -90,7 +90,7 @@ class Host:
         except ValueError as err:
             return {**rows, "isa": str(err)}
         command = build.compiler_command()
-        rows |= {"isa": name, "compiler": " ".join(command) if command else None}
+        rows |= {"isa": name, "compiler": " ".join(command) if command else "not found"}
         try:
             rows["cache"] = str(cache.root())
             built = build.existing(name)

@@ -102,9 +102,15 @@ def _show(found: dict[str, object], to: Path | None) -> None:
             if row["lse_error"] is not None:
                 figures += f", lse {row['lse_error']:.1e}"
             typer.echo(f"ok      {row['kernel']:26} {figures}")
-        else:
-            typer.echo(f"FAILED  {row['kernel']:26} {row['said'] or 'wrong: error ' + str(row['error'])}")
-            typer.echo(f"        {row['about']}")
+            continue
+        said = row["said"]
+        # A machine that lacks something lacks it for every kernel.
+        alike = [other for other in results if said and other["said"] == said] or [row]
+        if row is alike[0]:
+            kernels = ", ".join(dict.fromkeys(other["kernel"] for other in alike))
+            typer.echo(f"FAILED  {kernels:26} {said or 'wrong: error ' + str(row['error'])}")
+            if len(alike) == 1:
+                typer.echo(f"        {row['about']}")
     typer.echo(f"{found['passed']} of {len(results)} checks passed on {device['name']} ({device['arch']})")
     if to is not None:
         typer.echo(f"report: {to}")

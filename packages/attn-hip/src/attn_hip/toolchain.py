@@ -145,8 +145,10 @@ def find(arch: str, name: str | None = None) -> DeviceCompiler:
     for compiler in able:
         if name in (None, compiler.name):
             return compiler
-    want = wanted(arch) if name is None else f"one of {', '.join(c.name for c in able) or 'none'} for {arch}"
-    raise NoCompiler(f"needs {want}, got {'none that can' if name is None else name}")
+    if name is not None and able:
+        raise NoCompiler(f"one of {', '.join(c.name for c in able)} for {arch}", name)
+    here = [found for found, _ in commands(arch)]
+    raise NoCompiler(wanted(arch), f"{', '.join(here)}, which cannot" if here else "none")
 
 
 @lru_cache(maxsize=64)

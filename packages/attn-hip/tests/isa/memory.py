@@ -54,7 +54,9 @@ class Memory:
             return
         data = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
         data.flags.writeable = True
-        self._regions.append(Region(name, address, data, writable, np.zeros(nbytes, np.int32)))
+        nobody = np.int32(_NOBODY)
+        owner = np.full(nbytes, nobody) if writable else np.broadcast_to(nobody, nbytes)
+        self._regions.append(Region(name, address, data, writable, owner))
 
     def remove(self, name: str) -> None:
         """Forget a buffer."""

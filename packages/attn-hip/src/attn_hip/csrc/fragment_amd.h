@@ -4,7 +4,7 @@
 // The matrix instruction gets its operands swapped. Each lane then owns one row of c, so a softmax needs two
 // exchanges between lanes, and weights become the next product's operand without leaving their registers.
 #pragma once
-#include "convert.h"
+#include "element_amd.h"
 
 namespace attn {
 
@@ -15,24 +15,10 @@ constexpr bool kSoftensPatiently = true;  // see softmax.h
 constexpr bool kTakesTurns = false;
 #if defined(__gfx950__)
 constexpr bool kDeep = true;  // products of depth 32
-constexpr int kNativeFp8 = kFloat8E4M3FN;
 #else
 constexpr bool kDeep = false;
-constexpr int kNativeFp8 = kFloat8E4M3FNUZ;
 #endif
 
-typedef __attribute__((ext_vector_type(2))) float Float2;
-typedef __attribute__((ext_vector_type(4))) float Float4;
-typedef __attribute__((ext_vector_type(4))) short Short4;
-typedef __attribute__((ext_vector_type(2))) _Float16 Half2;
-typedef __attribute__((ext_vector_type(4))) _Float16 Half4;
-typedef __attribute__((ext_vector_type(8))) _Float16 Half8;
-typedef __attribute__((ext_vector_type(8))) __bf16 BFloat8;
-typedef __attribute__((ext_vector_type(2))) uint32_t Words2;
-typedef __attribute__((ext_vector_type(4))) uint32_t Words4;
-struct alignas(16) Line {  // 16 bytes, eight elements
-  uint32_t x[4];
-};
 typedef __attribute__((address_space(3))) char* Shared;
 template <class T>
 using SharedOf = __attribute__((address_space(3))) T*;
@@ -55,6 +41,11 @@ ATTN_DEVICE WorkItem item_again(const AttendParams& p) {
 }
 ATTN_DEVICE int lane_index() { return thread_index() & 63; }
 ATTN_DEVICE int wave_index() { return __builtin_amdgcn_readfirstlane(thread_index() >> 6); }
+// The wave's index, asked for once: the compiler takes each question for a new one.
+struct KeptWave {
+  int index = wave_index();
+  ATTN_MEMBER int kept_wave() const { return index; }
+};
 ATTN_DEVICE void barrier() {
   __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup", "local");
   __builtin_amdgcn_s_barrier();
@@ -70,6 +61,17 @@ ATTN_DEVICE float log2_fast(float x) { return __builtin_amdgcn_logf(x); }
 // The greater of two, in one instruction: a comparison or __builtin_fmaxf would cost two for the sake of NaNs.
 ATTN_DEVICE float greater(float a, float b) { return __builtin_amdgcn_fmed3f(a, b, kInfinity); }
 ATTN_DEVICE float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+// (page * by_page + slot * by_slot) * size in bytes. Nothing is negative. Two instructions where strides have 32 bits,
+// as all lanes know.
+ATTN_DEVICE int64_t place_in(int page, int64_t by_page, int slot, int64_t by_slot, int size) {
+  by_page *= size, by_slot *= size;
+  uint32_t high = uint32_t((by_page | by_slot) >> 32);
+  asm volatile("" : "+s"(high));  // a scalar's question
+  if (high == 0)
+    return int64_t(uint64_t(uint32_t(page)) * uint32_t(by_page) + uint64_t(uint32_t(slot)) * uint32_t(by_slot));
+  asm volatile("" : "+v"(page), "+v"(slot));  // else both are worked out
+  return page * by_page + slot * by_slot;
+}
 ATTN_DEVICE uint32_t high_product(uint32_t a, uint32_t b) { return uint32_t((uint64_t(a) * b) >> 32); }
 template <class T>
 ATTN_DEVICE T from_lane(T x, int lane) {
@@ -101,109 +103,38 @@ ATTN_DEVICE float row_sum(float x) {
   return x + exchange(x, 32);
 }
 
-// Element types of the matrix unit.
-struct F16 {
-  static constexpr int kDType = kFloat16;
-  ATTN_MEMBER static uint32_t pair(float low, float high) {
-    const Half2 x = {_Float16(low), _Float16(high)};
-    return bits_as<uint32_t>(x);
-  }
-  ATTN_MEMBER static uint32_t exact_pair(float low, float high) {
-    return bits_as<uint32_t>(__builtin_amdgcn_cvt_pkrtz(low, high));
-  }
-  ATTN_MEMBER static float widen(uint16_t x) { return float(bits_as<_Float16>(x)); }
-  ATTN_MEMBER static uint32_t from_half_pair(uint32_t x) { return x; }
-#if defined(__gfx950__)
-  template <bool Upper>
-  ATTN_MEMBER static uint32_t from_fp8(uint32_t word) {
-    return bits_as<uint32_t>(__builtin_amdgcn_cvt_scalef32_pk_f16_fp8(word, 1.f, Upper));
-  }
-#endif
-};
-struct B16 {
-  static constexpr int kDType = kBFloat16;
-  ATTN_MEMBER static uint32_t upper_halves(uint32_t low, uint32_t high) {
-    return __builtin_amdgcn_perm(high, low, 0x07060302);
-  }
-  ATTN_MEMBER static uint32_t exact_pair(float low, float high) {
-    return upper_halves(bits_as<uint32_t>(low), bits_as<uint32_t>(high));
-  }
-  // To nearest; a tie goes up, which only the conversion of gfx950 spares its even half of.
-  ATTN_MEMBER static uint32_t pair(float low, float high) {
-#if defined(__gfx950__)
-    typedef __attribute__((ext_vector_type(2))) __bf16 BFloat2;
-    const BFloat2 x = {__bf16(low), __bf16(high)};
-    return bits_as<uint32_t>(x);
-#else
-    return upper_halves(bits_as<uint32_t>(low) + 0x8000, bits_as<uint32_t>(high) + 0x8000);
-#endif
-  }
-  ATTN_MEMBER static float widen(uint16_t x) { return bf16_to_float(x); }
-  ATTN_MEMBER static uint32_t from_half_pair(uint32_t x) {
-    const Half2 h = bits_as<Half2>(x);
-    return exact_pair(float(h.x), float(h.y));
-  }
-#if defined(__gfx950__)
-  template <bool Upper>
-  ATTN_MEMBER static uint32_t from_fp8(uint32_t word) {
-    return bits_as<uint32_t>(__builtin_amdgcn_cvt_scalef32_pk_bf16_fp8(word, 1.f, Upper));
-  }
-#endif
-};
-
-// Two fp8 values of a word, from its lower or upper half, as a pair of E. Exact; NaN stays NaN. In the processor's own
-// encoding.
-template <class E, bool Upper>
-ATTN_DEVICE uint32_t own_fp8_pair(uint32_t word) {
-#if defined(__gfx950__)
-  return E::template from_fp8<Upper>(word);
-#else
-  const Float2 x = bits_as<Float2>(__builtin_amdgcn_cvt_pk_f32_fp8(word, Upper));
-  return E::exact_pair(x.x, x.y);
-#endif
-}
-// The bytes of a word in the other encoding that are NaN, as their upper bits.
-ATTN_DEVICE uint32_t foreign_nans(uint32_t word) {
-  const uint32_t size = word & 0x7f7f7f7f;
-  if constexpr (kNativeFp8 == kFloat8E4M3FN) return word & ~(size + 0x7f7f7f7f) & 0x80808080;  // 0x80
-  else return (size + 0x01010101) & 0x80808080;                                               // 0x7f, 0xff
-}
-// In the other encoding. The bits of a code, moved into a half, are its value times 2^-7 (fnuz) or 2^-8, subnormals
-// included.
-template <class E, bool Upper>
-ATTN_DEVICE uint32_t foreign_fp8_pair(uint32_t word, uint32_t nans) {
-  typedef __attribute__((ext_vector_type(2))) short Short2;
-  constexpr uint32_t bytes = Upper ? 0x030c020c : 0x010c000c;
-  constexpr _Float16 unit = kNativeFp8 == kFloat8E4M3FN ? 128.f : 256.f;
-  const Short2 codes = bits_as<Short2>(__builtin_amdgcn_perm(0, word, bytes)) >> short(1);
-  const Short2 lost = bits_as<Short2>(__builtin_amdgcn_perm(0, nans, bytes)) >> short(6);
-  const uint32_t bits = (bits_as<uint32_t>(codes) & 0xbf80bf80) | bits_as<uint32_t>(lost);
-  return E::from_half_pair(bits_as<uint32_t>(bits_as<Half2>(bits) * Half2{unit, unit}));
-}
-
-// Eight fp8 values (two words) as a line of E.
-template <class E>
-ATTN_DEVICE Line widen_line(uint32_t low, uint32_t high, bool fnuz) {
-  if (fnuz == (kNativeFp8 == kFloat8E4M3FNUZ))
-    return {{own_fp8_pair<E, false>(low), own_fp8_pair<E, true>(low), own_fp8_pair<E, false>(high),
-             own_fp8_pair<E, true>(high)}};
-  const uint32_t lost[2] = {foreign_nans(low), foreign_nans(high)};
-  return {{foreign_fp8_pair<E, false>(low, lost[0]), foreign_fp8_pair<E, true>(low, lost[0]),
-           foreign_fp8_pair<E, false>(high, lost[1]), foreign_fp8_pair<E, true>(high, lost[1])}};
-}
-
 struct FragC { float x[4]; };
-// Scores of a row become weights 2^(score * scale - base); returns the sum of this lane's. In pairs, as instructions go.
+struct FragOut { Float4 x; };  // the same as one register of four, for what lives from step to step
+ATTN_DEVICE float* element_of(FragOut& c, int i) { return reinterpret_cast<float*>(&c) + i; }
+
+// Scores of a row become exponents score * scale - base; returns the greatest of this lane's. A product that was added to
+// is no signalling NaN, so that the compiler takes maxima of three without a question.
 template <int N>
-ATTN_DEVICE float weigh_row(FragC (&c)[N], float scale, float base) {
+ATTN_DEVICE float lift_row(FragC (&c)[N], float scale, float base) {
+  float best = -kInfinity;
+  ATTN_UNROLL
+  for (int i = 0; i < N; i++) {
+    const Float2 by = {scale, scale}, less = {-base, -base};
+    float* x = c[i].x;
+    const Float2 low = __builtin_elementwise_fma(Float2{x[0], x[1]}, by, less);
+    const Float2 high = __builtin_elementwise_fma(Float2{x[2], x[3]}, by, less);
+    x[0] = low.x, x[1] = low.y, x[2] = high.x, x[3] = high.y;
+    best = __builtin_fmaxf(__builtin_fmaxf(best, low.x), low.y);
+    best = __builtin_fmaxf(__builtin_fmaxf(best, high.x), high.y);
+  }
+  return best;
+}
+// Exponents of a row become weights 2^exponent; returns the sum of this lane's. In pairs, as instructions go.
+template <int N>
+ATTN_DEVICE float weigh_row(FragC (&c)[N]) {
   Float2 sum = {0.f, 0.f};
   ATTN_UNROLL
-  for (int i = 0; i < 2 * N; i++) {
-    float* x = c[i / 2].x + i % 2 * 2;
-    const Float2 e = __builtin_elementwise_fma(Float2{x[0], x[1]}, Float2{scale, scale}, Float2{-base, -base});
-    const Float2 weight = {exp2_fast(e.x), exp2_fast(e.y)};
-    x[0] = weight.x, x[1] = weight.y;
-    sum += weight;
+  for (int i = 0; i < N; i++) {
+    float* x = c[i].x;
+    const Float2 low = {exp2_fast(x[0]), exp2_fast(x[1])}, high = {exp2_fast(x[2]), exp2_fast(x[3])};
+    x[0] = low.x, x[1] = low.y, x[2] = high.x, x[3] = high.y;
+    sum += low;
+    sum += high;
   }
   return sum.x + sum.y;
 }
@@ -218,30 +149,28 @@ ATTN_DEVICE int frag_row_again(int) { return lane_again() & 15; }
 ATTN_DEVICE int frag_col(int c) { return (lane_index() >> 4) * 4 + c; }
 constexpr int kRun = 4;  // columns of c next to each other in a lane
 
-template <class E>
-ATTN_DEVICE void multiply(FragC& c, Words2 a, Words2 b) {
-  Float4 sum = {c.x[0], c.x[1], c.x[2], c.x[3]};
+template <class E, class C>
+ATTN_DEVICE void multiply(C& c, Words2 a, Words2 b) {
+  Float4 sum = bits_as<Float4>(c);
   if constexpr (E::kDType == kBFloat16)
     sum = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(bits_as<Short4>(b), bits_as<Short4>(a), sum, 0, 0, 0);
   else
     sum = __builtin_amdgcn_mfma_f32_16x16x16f16(bits_as<Half4>(b), bits_as<Half4>(a), sum, 0, 0, 0);
-  ATTN_UNROLL
-  for (int i = 0; i < 4; i++) c.x[i] = sum[i];
+  c = bits_as<C>(sum);
 }
-template <class E>
-ATTN_DEVICE void multiply(FragC& c, const Frag<4>& a, const Frag<4>& b) {
+template <class E, class C>
+ATTN_DEVICE void multiply(C& c, const Frag<4>& a, const Frag<4>& b) {
   multiply<E>(c, Words2{a.x[0], a.x[1]}, Words2{b.x[0], b.x[1]});
 }
-template <class E>
-ATTN_DEVICE void multiply(FragC& c, const Frag<8>& a, const Frag<8>& b) {
+template <class E, class C>
+ATTN_DEVICE void multiply(C& c, const Frag<8>& a, const Frag<8>& b) {
 #if defined(__gfx950__)
-  Float4 sum = {c.x[0], c.x[1], c.x[2], c.x[3]};
+  Float4 sum = bits_as<Float4>(c);
   if constexpr (E::kDType == kBFloat16)
     sum = __builtin_amdgcn_mfma_f32_16x16x32_bf16(bits_as<BFloat8>(b), bits_as<BFloat8>(a), sum, 0, 0, 0);
   else
     sum = __builtin_amdgcn_mfma_f32_16x16x32_f16(bits_as<Half8>(b), bits_as<Half8>(a), sum, 0, 0, 0);
-  ATTN_UNROLL
-  for (int i = 0; i < 4; i++) c.x[i] = sum[i];
+  c = bits_as<C>(sum);
 #else
   multiply<E>(c, Words2{a.x[0], a.x[1]}, Words2{b.x[0], b.x[1]});
   multiply<E>(c, Words2{a.x[2], a.x[3]}, Words2{b.x[2], b.x[3]});
@@ -333,8 +262,8 @@ struct Fragments {
     for (int i = 0; i < kValueDepth / 8; i++) a.x[i] = E::pair(c[i / 2].x[i % 2 * 2], c[i / 2].x[i % 2 * 2 + 1]);
     return a;
   }
-  template <class A>
-  ATTN_MEMBER static void multiply(FragC& c, const A& a, const A& b) { attn::multiply<E>(c, a, b); }
+  template <class C, class A>
+  ATTN_MEMBER static void multiply(C& c, const A& a, const A& b) { attn::multiply<E>(c, a, b); }
 
   // Puts line `line` of `Rows` neighbouring rows into a panel.
   template <int Rows>
@@ -350,9 +279,11 @@ struct Fragments {
     constexpr int group = Rows < 4 ? Rows : 4;
     ATTN_UNROLL
     for (int g = 0; g < Rows; g += group) {
+      int first = Values::at(row + g, line, 0);
+      if constexpr (Keys == 16 && D > 64) asm volatile("" : "+v"(first));  // eight places would hold as many registers
       ATTN_UNROLL
       for (int d = 0; d < 8; d++) {
-        const Shared at = panel + Values::at(row + g, line, d);
+        const Shared at = panel + (first ^ d * 8);
         const uint32_t half = d & 1 ? 0x07060302 : 0x05040100;  // of a word of two rows
         const auto both = [&](int i) { return __builtin_amdgcn_perm(x[i + 1].x[d >> 1], x[i].x[d >> 1], half); };
         if constexpr (group == 4) *(SharedOf<Words2>)at = Words2{both(g), both(g + 2)};

@@ -27,7 +27,13 @@ ATTN_DEVICE int thread_index() { return threadIdx.x; }
 ATTN_DEVICE int block_index() { return blockIdx.x; }
 ATTN_DEVICE int block_count() { return gridDim.x; }
 ATTN_DEVICE int lane_index() { return threadIdx.x & 31; }
+ATTN_DEVICE int64_t place_in(int64_t page, int64_t by_page, int64_t slot, int64_t by_slot, int size) {
+  return (page * by_page + slot * by_slot) * size;
+}
 ATTN_DEVICE int wave_index() { return threadIdx.x >> 5; }
+struct KeptWave {
+  ATTN_MEMBER static int kept_wave() { return wave_index(); }
+};
 ATTN_DEVICE void barrier() { __syncthreads(); }
 ATTN_DEVICE void wave_barrier() { __syncwarp(); }
 ATTN_DEVICE float exp2_fast(float x) {
@@ -104,6 +110,8 @@ ATTN_DEVICE Line widen_line(uint32_t low, uint32_t high, bool fnuz) {
 }
 
 struct FragC { float x[8]; };
+using FragOut = FragC;
+ATTN_DEVICE float* element_of(FragOut& c, int i) { return &c.x[i]; }
 struct FragA { uint32_t x[4]; };
 using FragB = FragA;
 

@@ -77,7 +77,7 @@ ATTN_DEVICE Line load_elements(const char* from, int n, int size) {
 }
 
 template <class E, int D, int Waves, int KeyGroups, int Steps, bool General, bool Fp8>
-class Stager {
+class Stager : KeptWave {
  public:
   static constexpr bool kAlone = KeyGroups == Waves;  // each wave is a group
   static constexpr int kWaveKeys = kHasAsyncCopy || D < 256 || kAlone ? 16 : 8;
@@ -142,8 +142,8 @@ class Stager {
   }
   ATTN_MEMBER Line key_line(int k) const { return widened(key_[k / (kElems / 8)], k % (kElems / 8)); }
   // Which keys a wave works on, and among the waves of those keys which rows.
-  ATTN_MEMBER static int key_group() { return KeyGroups == 1 ? 0 : wave_index() % KeyGroups; }
-  ATTN_MEMBER static int row_group() { return kAlone ? 0 : wave_index() / KeyGroups; }
+  ATTN_MEMBER static int key_group() { return key_group(wave_index()); }
+  ATTN_MEMBER static int row_group() { return row_group(wave_index()); }
 
   ATTN_MEMBER Shared keys() const { return panel(kAsync ? stage_ : 0); }
   ATTN_MEMBER Shared values() const { return keys() + kKeyBytes; }
@@ -159,11 +159,17 @@ class Stager {
   static constexpr int kKeyLines = kLines * 16 / kWave;    // of a lane where kDirect
   static_assert(kRows >= 1, "a wave has work for every lane");
 
+  ATTN_MEMBER static int key_group(int wave) { return KeyGroups == 1 ? 0 : wave % KeyGroups; }
+  ATTN_MEMBER static int row_group(int wave) { return kAlone ? 0 : wave / KeyGroups; }
+  // Places in shared memory, which depend on the wave, stay in registers where there are some; else they are worked out
+  // at every step.
+  static constexpr bool kKeepsPlaces = !General && (!kAlone || D <= 64);
+  ATTN_MEMBER int wave() const { return kKeepsPlaces ? kept_wave() : wave_index(); }
   ATTN_MEMBER static int line() { return lane_index() % kLines; }
   ATTN_MEMBER static int row() { return lane_index() / kLines * kRows; }
-  ATTN_MEMBER static int panel_row() { return row_group() * kWaveKeys + row(); }
+  ATTN_MEMBER int panel_row() const { return row_group(wave()) * kWaveKeys + row(); }
   ATTN_MEMBER Shared panel(int stage) const {
-    return shared_ + stage * kStageBytes + key_group() * Frags::kPanelBytes;
+    return shared_ + stage * kStageBytes + key_group(wave()) * Frags::kPanelBytes;
   }
 
   ATTN_MEMBER const AttendParams& params() const {
@@ -171,7 +177,7 @@ class Stager {
     else return p_;
   }
   // The first key of a step that this wave moves.
-  ATTN_MEMBER static int wave_key() { return key_group() * kPanelKeys + row_group() * kWaveKeys; }
+  ATTN_MEMBER int wave_key() const { return key_group(wave()) * kPanelKeys + row_group(wave()) * kWaveKeys; }
   ATTN_MEMBER bool exists(int row) const { return next_ + wave_key() + row < end_; }
 
   // Looks up this lane's token of the step that begins at kv. Copies write zeros for a token that does not exist; else
@@ -188,10 +194,10 @@ class Stager {
   };
   ATTN_MEMBER Spot next_spot() {
     const AttendParams& p = params();
-    const int64_t page = pages_.page, slot = pages_.slot;
+    const int page = pages_.page, slot = pages_.slot;
     look_up(next_ + kKeys);
-    return {(page * p.k_stride_page + slot * p.k_stride_token) * size_,
-            (page * p.v_stride_page + slot * p.v_stride_token) * size_};
+    return {place_in(page, p.k_stride_page, slot, p.k_stride_token, size_),
+            place_in(page, p.v_stride_page, slot, p.v_stride_token, size_)};
   }
   ATTN_MEMBER static Spot of_row(Spot spot, int i) {
     return {from_lane(spot.k, row() + i), from_lane(spot.v, row() + i)};

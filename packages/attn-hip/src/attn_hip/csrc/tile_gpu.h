@@ -60,10 +60,9 @@ class GpuTile {
     ATTN_MEMBER static constexpr int span() { return kKeys; }
     ATTN_MEMBER float get(int r, int c) const { return x[r / kFragRows][c / kFragCols].x[place(r, c)]; }
     ATTN_MEMBER void set(int r, int c, float e) { x[r / kFragRows][c / kFragCols].x[place(r, c)] = e; }
-    // Where kPatient: scores become weights 2^(score * scale - base); returns their sum.
-    ATTN_MEMBER float weigh(int r, float scale, float base) {
-      return weigh_row(x[r / kFragRows], scale, base);
-    }
+    // Where kPatient: see lift_row and weigh_row.
+    ATTN_MEMBER float lift(int r, float scale, float base) { return lift_row(x[r / kFragRows], scale, base); }
+    ATTN_MEMBER float weigh(int r) { return weigh_row(x[r / kFragRows]); }
     ATTN_MEMBER static constexpr int place(int r, int c) { return r % kFragRows * kFragCols + c % kFragCols; }
   };
 
@@ -71,7 +70,7 @@ class GpuTile {
     RowFacts<GpuTile> facts;
     RowState<GpuTile> state;
     typename Frags::Query q[kKeepsQuery ? kUnitBlocks : 1][kKeepsQuery ? kQueryFrags : 1];
-    FragC out[kUnitBlocks][D / 16];
+    FragOut out[kUnitBlocks][D / 16];
     Scores next[1];  // where kTogether: on their way
   };
 
@@ -261,7 +260,7 @@ class GpuTile {
     ATTN_UNROLL
     for (int b = 0; b < kUnitBlocks; b++) {
       ATTN_UNROLL
-      for (int i = 0; i < D / 16; i++) unit.out[b][i] = FragC{};
+      for (int i = 0; i < D / 16; i++) unit.out[b][i] = FragOut{};
     }
   }
 

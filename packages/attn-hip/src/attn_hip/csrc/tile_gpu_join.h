@@ -35,7 +35,7 @@ ATTN_MEMBER void GpuTile<E, D, Blocks, Waves, KeyGroups, General, Fp8>::take_par
     ATTN_UNROLL
     for (int b = 0; b < kUnitBlocks; b++) {
       ATTN_UNROLL
-      for (int i = 0; i < D / 16; i++) unit.out[b][i] = FragC{};
+      for (int i = 0; i < D / 16; i++) unit.out[b][i] = FragOut{};
     }
     ATTN_ROLL
     for (int i = 0; i < merge.num_slots; i++) {
@@ -60,7 +60,7 @@ ATTN_MEMBER void GpuTile<E, D, Blocks, Waves, KeyGroups, General, Fp8>::add_part
   const bool whole = !General || dims % kRun == 0;
   ATTN_UNROLL
   for (int c = 0; c < D / 16 * kFragCols; c += kRun) {
-    float* to = &unit.out[r / kFragRows][c / kFragCols].x[r % kFragRows * kFragCols + c % kFragCols];
+    float* to = element_of(unit.out[r / kFragRows][c / kFragCols], r % kFragRows * kFragCols + c % kFragCols);
     const int d = c / kFragCols * 16 + frag_col(c % kFragCols);
     float x[kRun] = {};
     if (whole && (!General || d < dims)) {
@@ -80,7 +80,7 @@ template <class E, int D, int Blocks, int Waves, int KeyGroups, bool General, bo
 ATTN_MEMBER void GpuTile<E, D, Blocks, Waves, KeyGroups, General, Fp8>::join_rows(
     const AttendParams& p, float left, float scale) {
   stage_.finish();
-  const Unit& unit = units_[0];
+  Unit& unit = units_[0];
   const Join join(shared_);
   ATTN_UNROLL
   for (int r = 0; r < kRows; r++) {
@@ -88,7 +88,7 @@ ATTN_MEMBER void GpuTile<E, D, Blocks, Waves, KeyGroups, General, Fp8>::join_row
     ATTN_UNROLL
     for (int c = 0; c < D / 16 * kFragCols; c += kRun)
       join.put(Stage::key_group(), row, c / kFragCols * 16 + frag_col(c % kFragCols),
-               &unit.out[block][c / kFragCols].x[r % kFragRows * kFragCols + c % kFragCols]);
+               element_of(unit.out[block][c / kFragCols], r % kFragRows * kFragCols + c % kFragCols));
     if (frag_col(0) == 0) join.put_state(Stage::key_group(), row, unit.state.top[r], unit.state.sum[r]);
   }
   barrier();
@@ -158,7 +158,7 @@ ATTN_MEMBER void GpuTile<E, D, Blocks, Waves, KeyGroups, General, Fp8>::each_out
     for (int i = 0; i < D / 16; i++) {
       ATTN_UNROLL
       for (int e = 0; e < elements; e++)
-        visit(first + ((b * (D / 16) + i) * elements + e) * kWave, units_[0].out[b][i].x[e]);
+        visit(first + ((b * (D / 16) + i) * elements + e) * kWave, *element_of(units_[0].out[b][i], e));
     }
   }
 }
