@@ -2,16 +2,18 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 import attn_core
-from attn_core import compat, compat_fork, decode, mla, page, prefill, sampling
+from attn_core import compat, compat_fork, decode, mla, page, plugins, prefill, sampling
 from attn_core.checking import OTHER_NAMES
 from attn_core.errors import Unsupported
 from attn_core.not_here import NAMES, refusing
 from attn_core.reasons import Reason
+from attn_core.target import DeviceTarget
 
 from .fakes import ABSENT, FakeBackend
 from .kit import ints, queries, workspace
@@ -60,10 +62,19 @@ assert flashinfer.decode.fast_decode_plan is fast_decode_plan is attn_core.fast_
 assert flashinfer.cascade.merge_state is merge_state is flashinfer.merge_state
 assert flashinfer.sparse.BlockSparseAttentionWrapper is attn_core.BlockSparseAttentionWrapper
 assert check_cuda_arch() is None
+import torch
 assert fork_decode.BatchDecodeWithPagedKVCacheWrapper is ForkDecode is BatchDecodeWithPagedKVCacheWrapper
 assert fork_prefill.single_prefill_with_kv_cache is attn_core.single_prefill_with_kv_cache
 assert _aiter_ops_importable() is bool(find_spec("aiter"))
 fork_prefill._aiter_ops_importable.cache_clear()
+from flashinfer.aiter_utils import HAS_AITER, is_aiter_available
+from flashinfer.device_utils import IS_HIP
+from flashinfer.hip_utils import FLASHINFER_SUPPORTED_ROCM_ARCHS, check_torch_rocm_compatibility
+from flashinfer.rocm.hip_utils import get_available_gpu_count, get_supported_device_indices
+assert check_torch_rocm_compatibility() is None and isinstance(FLASHINFER_SUPPORTED_ROCM_ARCHS, list)
+assert get_available_gpu_count() == len(get_supported_device_indices()) == torch.cuda.device_count()
+assert HAS_AITER is bool(find_spec("aiter")) and IS_HIP is bool(torch.version.hip)
+assert not is_aiter_available(torch.device("cpu"), "append_paged_kv_cache")
 assert flashinfer.cascade._HIP_FUSED_CASCADE is False and not hasattr(flashinfer.decode, "_HIP_FUSED_CASCADE")
 assert flashinfer.use_torch_custom_ops_enabled() is bool(find_spec("attn_compile"))
 import torch
@@ -273,4 +284,9 @@ def test_the_forks_questions_are_answered_for_the_device_asked_of(use):
     assert compat_fork.capability_reason("cpu", "", "fa0") == "fa0: no backend of that name is installed"
     assert compat_fork.capability_reason("cuda:99", "", "other") == "other: torch has no device cuda:99"
     assert compat_fork.device_arch("cpu") == "cpu"
+    known = replace(
+        plugins.registry(), targets=(DeviceTarget("hip", "g1", 4, 64), DeviceTarget("cpu", "cpu", 1, 1))
+    )
+    plugins.use(known)
+    assert compat_fork.rocm_archs() == ["g1"]
     assert compat_fork.device_arch("cuda:99") is None

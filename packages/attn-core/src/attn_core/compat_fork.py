@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -59,6 +60,21 @@ def device_arch(device: torch.device | str | int | None = None) -> str | None:
     return None if target is None else target.arch
 
 
+def gpus() -> tuple[int, ...]:
+    """Return the indices of the GPUs that torch sees."""
+    return tuple(range(torch.cuda.device_count()))
+
+
+def rocm_archs() -> list[str]:
+    """Return the AMD architectures that installed packages know."""
+    return [target.arch for target in plugins.registry().targets if target.kind == "hip"]
+
+
+def rocm_home() -> str:
+    """Return where ROCm is said to be."""
+    return os.environ.get("ROCM_PATH") or os.environ.get("ROCM_HOME") or "/opt/rocm"
+
+
 def _target(device: torch.device | str | int | None) -> DeviceTarget | None:
     try:
         return target_of(torch.device("cuda" if device is None else device))
@@ -76,17 +92,32 @@ FORK: dict[str, Any] = {
     "_aiter_native_paging_available": cache(lambda *args, **kwargs: False),
     "_aiter_ops_importable": cache(lambda: find_spec(_AITER) is not None),
     "_device_arch": device_arch,
+    "_aiter_importable": cache(lambda: find_spec(_AITER) is not None),
     "aiter_softcap_defect_arch": _nothing,
     "capability_available": capability_available,
     "capability_reason": capability_reason,
+    "check_torch_rocm_compatibility": _nothing,  # any torch will do
+    "get_available_gpu_count": lambda: len(gpus()),
+    "get_physical_card_device_indices": gpus,
+    "get_rocm_home": rocm_home,
+    "get_supported_device_indices": gpus,
+    "is_aiter_available": lambda device=None, op="": is_aiter_supported(device),
     "is_aiter_supported": is_aiter_supported,
 }
 """The fork's names. What it decides by page size or cap before a call, plan() decides here."""
+VALUES: dict[str, Callable[[], object]] = {
+    "FLASHINFER_SUPPORTED_ROCM_ARCHS": rocm_archs,
+    "HAS_AITER": lambda: find_spec(_AITER) is not None,
+    "IS_CUDA": lambda: torch.version.cuda is not None,
+    "IS_HIP": lambda: torch.version.hip is not None,
+}
+"""Its names of what is found out when it is asked for."""
 CASCADE: dict[str, Any] = {"_HIP_FUSED_CASCADE": False}
 """Switches that the fork has in a module of upstream's; there is one way to merge here."""
 PARTS: dict[str, str | None] = {
-    "aiter_utils": None, "decode_rocm": "decode", "mla_rocm": "mla", "prefill_rocm": "prefill", "rocm": None,
-    "rocm.aiter_utils": None, "rocm.arch_caps": None, "rocm.decode": "decode", "rocm.mla": "mla",
+    "aiter_utils": None, "decode_rocm": "decode", "device_utils": None, "hip_utils": None,
+    "mla_rocm": "mla", "prefill_rocm": "prefill", "rocm": None, "rocm.aiter_utils": None,
+    "rocm.arch_caps": None, "rocm.decode": "decode", "rocm.hip_utils": None, "rocm.mla": "mla",
     "rocm.prefill": "prefill",
 }  # fmt: skip
 """The fork's modules, and those here that hold the rest of their names."""
@@ -96,6 +127,8 @@ def lookup(own: Callable[[str], object] | None) -> Callable[[str], object]:
     """Return what looks a name of one of those modules up."""
 
     def find(wanted: str) -> object:
+        if wanted in VALUES:
+            return VALUES[wanted]()
         return FORK[wanted] if own is None or wanted in FORK else own(wanted)
 
     return find
