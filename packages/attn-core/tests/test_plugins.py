@@ -82,6 +82,13 @@ def with_(backend, **members):
     return backend
 
 
+def _bare(name):
+    """A package whose function does not say that it is a hook."""
+    entry = Entry(name)
+    entry.plugin.attn_backends = lambda api_version, config: [FakeBackend("bare")]
+    return entry
+
+
 APPENDS = ("p", Capability(archs=None, ops=frozenset({Op.APPEND})))
 FAULTS = {
     "import": (Entry("bad", fails=ImportError("no\nlibamdhip64.so")), "ImportError: no libamdhip64.so"),
@@ -89,7 +96,23 @@ FAULTS = {
     "silent": (Entry("bad", fails=RuntimeError()), "RuntimeError: no message"),
     "raises": (Entry("bad", attn_backends=lambda api_version, config: 1 // 0), "ZeroDivisionError"),
     "exits": (Entry("bad", attn_backends=lambda api_version, config: exit(1)), "SystemExit"),
-    "not a list": (Entry("bad", attn_backends=lambda api_version, config: 5), "TypeError.*int.*not iterable"),
+    "not a list": (
+        Entry("bad", attn_backends=lambda api_version, config: 5),
+        "attn_backends: needs a sequence of.*got 5",
+    ),
+    "no return": (
+        Entry("bad", attn_backends=lambda api_version, config: None),
+        "attn_backends: needs @hookimpl, and a sequence of backends returned, got nothing",
+    ),
+    "no hookimpl": (_bare("bad"), "attn_backends: needs @hookimpl, .*got nothing"),
+    "a class": (
+        gives("bad", FakeBackend),
+        r"FakeBackend: needs an instance, got the class: write it with \(\)",
+    ),
+    "no Path": (
+        gives("bad", with_(FakeBackend("texts"), paths=("p",))),
+        r"texts: paths: needs a tuple of Path, got \('p',\)",
+    ),
     "no hook": (
         Entry("bad", attn_backend=lambda api_version, config: ()),
         "PluginValidationError.*attn_backend",

@@ -11,7 +11,7 @@ from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
 from . import notices, tracing
-from .backend import API_VERSION, AppendBackend, Backend, SamplingBackend, SamplingPath
+from .backend import API_VERSION, AppendBackend, Backend, Path, SamplingBackend, SamplingPath
 from .errors import needs
 from .measured import NOTHING, Measured
 from .problem import Op
@@ -206,7 +206,7 @@ def _load(manager: pluggy.PluginManager, ep: EntryPoint, config: Config, found: 
         manager.register(plugin, name=ep.name)
         manager.check_pending()
         hooks = manager.subset_hook_caller("attn_backends", _others(manager, plugin))
-        given = [backend for some in hooks(api_version=API_VERSION, config=config) for backend in some]
+        given = _given(hooks(api_version=API_VERSION, config=config), hasattr(plugin, "attn_backends"))
         hooks = manager.subset_hook_caller("attn_targets", _others(manager, plugin))
         targets = [target for some in hooks() for target in some]
     except BaseException:
@@ -218,6 +218,22 @@ def _load(manager: pluggy.PluginManager, ep: EntryPoint, config: Config, found: 
     for backend in given:
         found.add(ep.name, backend, source)
     found.targets.extend(targets)
+
+
+def _given(answers: Sequence[object], asked: bool) -> list[object]:
+    """Return the backends of one plugin's hook.
+
+    Without an answer, where the plugin has such a function, its ``return`` or ``@hookimpl`` was forgotten.
+    """
+    if asked and not answers:
+        want = "@hookimpl, and a sequence of backends returned"
+        raise TypeError(needs("attn_backends", want, "nothing", "core.plugin"))
+    given: list[object] = []
+    for some in answers:
+        if not isinstance(some, Sequence):
+            raise TypeError(needs("attn_backends", "a sequence of backends", repr(some), "core.plugin"))
+        given += some
+    return given
 
 
 def _install_tracer(manager: pluggy.PluginManager, found: _Collector) -> None:
@@ -244,6 +260,8 @@ def _others(manager: pluggy.PluginManager, plugin: object) -> list[object]:
 
 def _fault(backend: object) -> str | None:
     """Return why an object is not a usable backend, or None."""
+    if isinstance(backend, type):
+        return needs(backend.__name__, "an instance", "the class: write it with ()", "core.plugin")
     name = getattr(backend, "name", type(backend).__name__)
     version = getattr(backend, "api_version", None)
     if version != API_VERSION:
@@ -260,13 +278,20 @@ def _fault(backend: object) -> str | None:
         )
     if isinstance(backend.rank, bool) or not isinstance(backend.rank, int):
         return needs(f"{name}: rank", "an int", repr(backend.rank), "core.plugin")
-    if len({path.name for path in backend.paths}) != len(backend.paths):
-        names = ", ".join(path.name for path in backend.paths)
-        return needs(f"{name}: paths", "names that differ", names, "core.plugin")
-    appends = any(Op.APPEND in path.capability.ops for path in backend.paths)
+    return _paths_fault(backend) or _sampling_fault(backend)
+
+
+def _paths_fault(backend: Backend) -> str | None:
+    paths = backend.paths
+    if not isinstance(paths, tuple) or not all(isinstance(path, Path) for path in paths):
+        return needs(f"{backend.name}: paths", "a tuple of Path", repr(paths), "core.plugin")
+    if len({path.name for path in paths}) != len(paths):
+        names = ", ".join(path.name for path in paths)
+        return needs(f"{backend.name}: paths", "names that differ", names, "core.plugin")
+    appends = any(Op.APPEND in path.capability.ops for path in paths)
     if appends and not isinstance(backend, AppendBackend):
-        return needs(str(name), "append(), which its capability claims", "none", "core.plugin")
-    return _sampling_fault(backend)
+        return needs(backend.name, "append(), which its capability claims", "none", "core.plugin")
+    return None
 
 
 def _sampling_fault(backend: Backend) -> str | None:
