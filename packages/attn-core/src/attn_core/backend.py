@@ -121,6 +121,7 @@ class RunShapes:
         k: Shape of k after its first dimension.
         v: Shape of v after its first dimension.
         least_rows: Least size of the first dimension of k and v.
+        lse: Whether the plan serves the log-sum-exp; a call with ``lse`` is wrong where it does not.
     """
 
     q: tuple[int, ...]
@@ -128,6 +129,7 @@ class RunShapes:
     k: tuple[int, ...]
     v: tuple[int, ...]
     least_rows: int
+    lse: bool
 
 
 DirectRun = Callable[[object, object, object, object, object, object, object, object], bool]

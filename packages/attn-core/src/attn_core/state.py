@@ -116,7 +116,8 @@ class PlanState:
     @property
     def run_shapes(self) -> RunShapes:
         """What a backend's own checks of a run compare with."""
-        return RunShapes(self.q_shape, self.out_shape, self.kv_tail, self.v_tail, self.min_rows or 0)
+        lse = self.decision.path.capability.lse
+        return RunShapes(self.q_shape, self.out_shape, self.kv_tail, self.v_tail, self.min_rows or 0, lse)
 
     @property
     def batch(self) -> HostBatch:

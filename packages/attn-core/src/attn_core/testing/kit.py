@@ -12,6 +12,7 @@ from ..backend import Backend
 from ..errors import needs
 from ..target import DeviceTarget, target_of
 from . import checks
+from .blame import blame
 from .cases import Cases, cases_of
 
 CPU = target_of(torch.device("cpu"))
@@ -32,7 +33,8 @@ class Failure:
     error: BaseException
 
     def __str__(self) -> str:
-        return f"{self.check}[{self.case}]: {type(self.error).__name__}: {self.error}"
+        notes = "".join(f" ({note})" for note in getattr(self.error, "__notes__", ()))
+        return f"{self.check}[{self.case}]: {type(self.error).__name__}: {self.error}{notes}"
 
 
 def failures(
@@ -54,15 +56,16 @@ def failures(
     if not declared and not promises:
         raise LookupError(needs("check", "the name of a check", repr(check), "core.check-name"))
     for about in declared:
-        yield from _made(about.__name__, backend.name, partial(about, backend, target))
+        yield from _made(backend, about.__name__, backend.name, partial(about, backend, target))
     found = cases_of(backend, target) if promises else Cases()
     for kind, promise in promises:
         for case in found.of(kind)[::every]:
-            yield from _made(promise.__name__, str(case), partial(promise, case))
+            yield from _made(backend, promise.__name__, str(case), partial(promise, case))
 
 
-def _made(check: str, case: str, call: Callable[[], object]) -> Iterator[Failure]:
+def _made(backend: Backend, check: str, case: str, call: Callable[[], object]) -> Iterator[Failure]:
     try:
         call()
     except Exception as err:
+        blame(err, backend)
         yield Failure(check, case, err)

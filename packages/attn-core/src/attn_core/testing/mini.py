@@ -19,6 +19,7 @@ from ..query import Query
 from ..reasons import Reason
 from ..rules import Rule
 from ..target import DeviceTarget
+from .mini_direct import MiniDirect
 from .mini_sampling import MiniSampler
 
 WORKSPACE = 64
@@ -47,7 +48,7 @@ class Launch:
     extra: object = None
 
 
-class Mini(MiniSampler):
+class Mini(MiniDirect, MiniSampler):
     """The backend; see the module."""
 
     api_version, name, rank = API_VERSION, "mini", 1

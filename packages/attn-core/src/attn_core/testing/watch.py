@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::lift_fresh")
@@ -52,6 +53,38 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ours = {id(t) for t in known}
         held = [t for ref in self.made if (t := ref()) is not None and id(t) not in ours]
         return list({id(t): t for t in held}.values())
+
+
+_READS = frozenset(
+    {"tolist", "numpy", "cpu", "item", "__array__", "__index__", "__int__", "__float__", "__bool__"}
+)
+"""Methods of a tensor that bring values to the host; of one on the CPU some of them make no op."""
+
+
+class HostReads(TorchFunctionMode):
+    """Records calls that would copy a tensor of a GPU to the host, while it is active.
+
+    Attributes:
+        seen: Names of the methods.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Note the call, and make it."""
+        name = getattr(func, "__name__", "")
+        if name in _READS or (name == "to" and _to_the_host(*args[1:], **(kwargs or {}))):
+            self.seen.add(f"Tensor.{name}")
+        return func(*args, **(kwargs or {}))
+
+
+def _to_the_host(*args: Any, device: Any = None, **_: Any) -> bool:
+    given = [device, *args[:1]]
+    return any(isinstance(where, str | torch.device) and torch.device(where).type == "cpu" for where in given)
 
 
 @contextmanager

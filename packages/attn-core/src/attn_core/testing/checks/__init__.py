@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from ...backend import Backend
 from ...target import DeviceTarget
 from ..cases import Case
-from . import append, declared, graph, latent, plan, run, sampling, workspace
+from . import append, declared, direct, graph, latent, plan, run, sampling, workspace
 from .expect import Violation
 
 BACKEND: tuple[Callable[[Backend, DeviceTarget], object], ...] = (
@@ -19,6 +19,9 @@ BACKEND: tuple[Callable[[Backend, DeviceTarget], object], ...] = (
     declared.rules_are_pure,
     workspace.fits_a_smaller_workspace,
     latent.attends_with_values_inside_keys,
+    direct.a_direct_run_equals_a_checked_run,
+    direct.a_direct_run_declines_what_is_wrong,
+    direct.a_direct_run_stays_with_its_plan,
     sampling.samples_chains_bit_for_bit,
     sampling.samples_the_same_in_any_batch,
 )
@@ -26,6 +29,7 @@ CASE: Mapping[str, tuple[Callable[[Case], None], ...]] = {
     "case": (
         plan.plan_is_deterministic_and_comparable,
         plan.plan_leaves_the_batch_alone,
+        plan.an_older_plan_runs_as_before,
         run.matches_the_oracle,
         run.writes_only_outputs,
         run.never_reads_foreign_tokens,
@@ -51,6 +55,7 @@ __all__ = [
     "Violation",
     "append",
     "declared",
+    "direct",
     "graph",
     "latent",
     "plan",

@@ -11,11 +11,13 @@ from ...backend import PlanResult
 from ...batch import HostBatch, paged_batch
 from ...problem import Op
 from ...query import Query
+from ..batches import Lengths
 from ..cases import Case
-from ..drive import prepare
+from ..drive import io_of, plan_direct, prepare, run_direct
 from ..memory import same_bits
 from ..tables import host_batch, table_of
 from ..watch import Watch, device_bytes
+from ..world import World, world_of
 from .expect import expect
 
 _RESERVED = (
@@ -53,6 +55,28 @@ def plan_leaves_the_batch_alone(case: Case) -> None:
     for _, array in arrays:
         array.fill_(3)
     expect(hash(result.launch) == was, "the launch changes with the caller's arrays")
+
+
+def an_older_plan_runs_as_before(case: Case) -> None:
+    """A plan is all in its launch and its arrays: newer ones and their runs change no bit of its answer."""
+    world, other = world_of(case), other_world(case)
+    older = plan_direct(case, world)
+    first = run_direct(case, older, io_of(case, world, older.result.workspace_bytes))
+    newer = plan_direct(case, other)
+    run_direct(case, newer, io_of(case, other, newer.result.workspace_bytes))
+    again = run_direct(case, older, io_of(case, world, older.result.workspace_bytes))
+    for name, got, want in (("out", again.out, first.out), ("lse", again.lse, first.lse)):
+        if got is not None and want is not None:
+            expect(same_bits(got, want), f"a newer plan changed {name} of an older one")
+
+
+def other_world(case: Case) -> World:
+    """Return the same requests' lengths in another order; a single request without its last key."""
+    lengths = case.lengths
+    q_len, kv_len = lengths.q_len[::-1], lengths.kv_len[::-1]
+    if len(q_len) == 1 and kv_len[0] > q_len[0]:
+        kv_len = (kv_len[0] - 1,)
+    return world_of(case, Lengths("other", q_len, kv_len, lengths.q_len_per_req))
 
 
 def plan_needs_no_page_ids(case: Case) -> None:

@@ -19,7 +19,7 @@ from ..drive import (
 )
 from ..memory import as_bytes, guards_hold, same_bits, workspace_of
 from ..tolerance import compare, tolerance_of
-from ..watch import Watch, device_bytes, no_device_sync, young_garbage
+from ..watch import HostReads, Watch, device_bytes, no_device_sync, young_garbage
 from ..world import World, world_of
 from .expect import expect
 
@@ -117,12 +117,13 @@ def _watched(case: Case, planned: Planned, io: RunIO) -> list[torch.Tensor]:
     """
     known = tuple(t for t in (io.q, io.k, io.v, io.out, io.lse, io.workspace) if t is not None)
     before = device_bytes(case.device)
-    watch = Watch()
-    with young_garbage(), watch, no_device_sync(case.device):
+    watch, reads = Watch(), HostReads()
+    with young_garbage(), watch, reads, no_device_sync(case.device):
         run_direct(case, planned, io)
     after = device_bytes(case.device)
     if case.path.capability.archs != frozenset({"cpu"}):
-        expect(not watch.waits, f"run() would wait for a GPU, and end a capture: {sorted(watch.waits)}")
+        waits = sorted(watch.waits | reads.seen)
+        expect(not waits, f"run() would wait for a GPU, and end a capture: {waits}")
     expect(after <= before, f"run() left {after - before} bytes allocated on the device")
     return watch.alive((*known, *planned.image.values()))
 
@@ -176,13 +177,24 @@ def check(
     more: tuple[torch.Tensor | float, torch.Tensor | float] = (0.0, 0.0)
     if rounding.rounds_twice(case.problem):
         more = rounding.slack(case.problem, world.requests, world.scales)
-    found = [compare(out, want[0], allowed, world.scales.v, "out", more[0])]
+    found = [compare(out, want[0], allowed, world.scales.v, "out", more[0]), _unseen(out, want[1])]
     expect((lse is not None) is case.wants_lse, f"{who}: lse was asked for and not returned")
     if lse is not None:
         expect(lse.dtype is torch.float32, f"{who}: lse: needs float32, got {lse.dtype}")
         found.append(compare(lse, want[1], allowed, 1.0, "lse", more[1]))
     wrong = [text for text in found if text]
     expect(not wrong, f"{who}: {'; '.join(wrong)}")
+
+
+def _unseen(out: torch.Tensor, want_lse: torch.Tensor) -> str | None:
+    """Return what is wrong with rows that see no key, or None: they are zeros, whatever the tolerance."""
+    if out.shape[:2] != want_lse.shape:
+        return None  # the comparison says so
+    rows = out.detach().cpu().double()[want_lse.isneginf()]
+    other = rows[rows != 0]
+    if not other.numel():
+        return None
+    return f"out: {other.numel()} elements of rows without a visible key are not 0, as {float(other[0]):g}"
 
 
 def check_world(

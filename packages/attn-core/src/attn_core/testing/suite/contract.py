@@ -30,6 +30,18 @@ class TestBackend:
         """Latent attention, where a path does not decline it, from a joint cache and from two."""
         checks.latent.attends_with_values_inside_keys(*subject)
 
+    def test_direct_runs_equal_checked_ones(self, subject: Subject) -> None:
+        """Where the backend checks runs itself: the same bits, or nothing done."""
+        checks.direct.a_direct_run_equals_a_checked_run(*subject)
+
+    def test_direct_runs_decline_what_is_wrong(self, subject: Subject) -> None:
+        """False and no exception, for whatever the wrapper refuses."""
+        checks.direct.a_direct_run_declines_what_is_wrong(*subject)
+
+    def test_direct_runs_stay_with_their_plan(self, subject: Subject) -> None:
+        """Its arrays live as long as the function; newer plans change nothing."""
+        checks.direct.a_direct_run_stays_with_its_plan(*subject)
+
     def test_samples_chains_bit_for_bit(self, subject: Subject) -> None:
         """Chain sampling, where the backend has it: tokens and counts are those documented."""
         checks.sampling.samples_chains_bit_for_bit(*subject)
@@ -49,6 +61,10 @@ class TestPlan:
     def test_leaves_the_batch_alone(self, case: Case) -> None:
         """Host arrays are inputs, and no device is touched."""
         checks.plan.plan_leaves_the_batch_alone(case)
+
+    def test_an_older_plan_runs_as_before(self, case: Case) -> None:
+        """Whatever was planned and run since."""
+        checks.plan.an_older_plan_runs_as_before(case)
 
     def test_needs_no_page_ids(self, device_pages_case: Case) -> None:
         """Page ids may stay on a device unless the path says otherwise."""
