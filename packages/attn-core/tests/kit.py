@@ -12,6 +12,7 @@ from attn_core.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillW
 torch.set_num_threads(1)
 
 E4M3FN, E4M3FNUZ, E5M2 = torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2
+E5M2FNUZ = torch.float8_e5m2fnuz
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 

@@ -15,7 +15,7 @@ from attn_core.reasons import Reason, Stage
 from attn_core.rules import Rule
 
 from .fakes import BUILD, WRONG, FakeBackend
-from .kit import E4M3FN, E4M3FNUZ, E5M2, bits, ints, offsets, pages, same_bits
+from .kit import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, bits, ints, offsets, pages, same_bits
 
 
 def rows(count, heads, dim, dtype, seed=5):
@@ -53,7 +53,9 @@ def append(p, key, value, batch, position, cache=None, **options):
 
 @pytest.mark.parametrize("order", ["NHD", "HND"])
 @pytest.mark.parametrize("page_size", [1, 3, 16])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, E4M3FN, E4M3FNUZ, E5M2])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ]
+)
 def test_slots_are_written_and_nothing_else(dtype, page_size, order):
     p = pages([9, 0, 4], page_size=page_size, order=order, dtype=dtype, dim_vo=5)
     batch, position = [0, 0, 2, -1, 0, 2], [0, 8, 3, 77, 4, 0]

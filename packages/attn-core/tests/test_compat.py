@@ -69,11 +69,13 @@ assert _aiter_ops_importable() is bool(find_spec("aiter"))
 fork_prefill._aiter_ops_importable.cache_clear()
 from flashinfer.aiter_utils import HAS_AITER, is_aiter_available
 from flashinfer.device_utils import IS_HIP
+from flashinfer.rocm.device_utils import IS_CUDA
 from flashinfer.hip_utils import FLASHINFER_SUPPORTED_ROCM_ARCHS, check_torch_rocm_compatibility
 from flashinfer.rocm.hip_utils import get_available_gpu_count, get_supported_device_indices
 assert check_torch_rocm_compatibility() is None and isinstance(FLASHINFER_SUPPORTED_ROCM_ARCHS, list)
 assert get_available_gpu_count() == len(get_supported_device_indices()) == torch.cuda.device_count()
 assert HAS_AITER is bool(find_spec("aiter")) and IS_HIP is bool(torch.version.hip)
+assert IS_CUDA is bool(torch.version.cuda)
 assert not is_aiter_available(torch.device("cpu"), "append_paged_kv_cache")
 assert flashinfer.cascade._HIP_FUSED_CASCADE is False and not hasattr(flashinfer.decode, "_HIP_FUSED_CASCADE")
 assert flashinfer.use_torch_custom_ops_enabled() is bool(find_spec("attn_compile"))

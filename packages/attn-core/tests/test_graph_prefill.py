@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from attn_core.prefill import BatchPrefillWithPagedKVCacheWrapper
+
 from .kit import (
     SIZES,
     Snapshot,
@@ -16,6 +18,7 @@ from .kit import (
     ragged_graph,
     random_mask,
     replay,
+    workspace,
 )
 
 LENGTHS = [[9, 3, 12], [3, 16, 5], [12, 12, 12], [4, 4, 4], [16, 3, 7]]
@@ -47,7 +50,7 @@ def test_prefill_replays_with_fewer_rows_and_other_lengths(causal):
         close(lse[:rows], want[1], 3e-6)
         assert torch.equal(wrapper._graph.bound["qo_indptr"], offsets(q_lens))
     kept = Snapshot.of(wrapper)
-    with pytest.raises(ValueError, match=r"query rows.*at most 9, frozen by the first plan, got 10"):
+    with pytest.raises(ValueError, match=r"query rows.*at most 9 .*first plan\), got 10"):
         plan_prefill(wrapper, p, [4, 4, 2], causal=causal)
     with pytest.raises(ValueError, match="mask is frozen"):
         plan_prefill(wrapper, p, [3, 3, 3], causal=not causal)
@@ -107,3 +110,33 @@ def test_ragged_replays_within_the_first_plans_rows_and_keys():
     with pytest.raises(ValueError, match=r"at most 24 entries.*got 25"):
         wrapper.plan(offsets([3, 3, 3]), offsets([9, 8, 8]), 4, 2, 8, causal=True, q_data_type="float32")
     kept.require(wrapper)
+
+
+@pytest.mark.parametrize(
+    ("short", "told"),
+    [
+        (1, "the length of paged_kv_indptr_buf should be batch_size \\+ 1"),
+        (3, "the length of paged_kv_last_page_len_buf should be batch_size$"),
+        (2, "paged_kv_indices_buf should be a torch.Tensor"),
+    ],
+)
+def test_a_buffer_is_refused_in_the_words_that_programs_look_for(short, told):
+    buffers = [torch.zeros(n, dtype=torch.int32) for n in (3, 3, 12, 2)]
+    buffers[short] = None if short == 2 else buffers[short][:-1]
+    with pytest.raises(ValueError, match=told):
+        BatchPrefillWithPagedKVCacheWrapper(workspace(), "NHD", True, *buffers)
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "kv_lens", "told"),
+    [
+        ([2, 4], [9, 6], "cannot exceed the number of rows"),
+        ([2, 3, 1], [9, 6, 1], "batch size should be fixed"),
+        ([2, 3], [30, 30], "exceeds the allocated buffer size"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_refused_in_those_words(q_lens, kv_lens, told):
+    wrapper, p = prefill_graph(2, 12), pages([9, 6])
+    wrapper.plan(offsets([2, 3]), *p.table, 4, 2, 8, 4, q_data_type=torch.float32)
+    with pytest.raises(ValueError, match=told):
+        wrapper.plan(offsets(q_lens), *pages(kv_lens).table, 4, 2, 8, 4, q_data_type=torch.float32)

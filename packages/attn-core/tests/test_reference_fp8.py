@@ -9,6 +9,7 @@ from .kit import (
     E4M3FN,
     E4M3FNUZ,
     E5M2,
+    E5M2FNUZ,
     close,
     decode_wrapper,
     ints,
@@ -25,7 +26,7 @@ Q_LENS, KV_LENS = [3, 0, 1, 5], [9, 4, 0, 5]  # a request without rows, one with
 
 def decoded(dtype):
     """Value of each of the 256 codes, from the formats' definitions."""
-    exponent_bits, bias = {E4M3FN: (4, 7), E4M3FNUZ: (4, 8), E5M2: (5, 15)}[dtype]
+    exponent_bits, bias = {E4M3FN: (4, 7), E4M3FNUZ: (4, 8), E5M2: (5, 15), E5M2FNUZ: (5, 16)}[dtype]
     mantissa_bits = 7 - exponent_bits
     values = []
     for code in range(256):
@@ -35,7 +36,7 @@ def decoded(dtype):
         value = sign * (
             (1 + fraction) * 2.0 ** (exponent - bias) if exponent else fraction * 2.0 ** (1 - bias)
         )
-        no_number = code == 0x80 if dtype is E4M3FNUZ else code & 0x7F == 0x7F
+        no_number = code == 0x80 if dtype in (E4M3FNUZ, E5M2FNUZ) else code & 0x7F == 0x7F
         if dtype is E5M2:
             no_number = exponent == 0x1F and mantissa != 0
             value = sign * INF if exponent == 0x1F else value
@@ -44,7 +45,7 @@ def decoded(dtype):
     return torch.tensor(values, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("dtype", [E4M3FN, E4M3FNUZ, E5M2])
+@pytest.mark.parametrize("dtype", [E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ])
 def test_every_code_of_an_8_bit_cache_is_read_exactly(dtype):
     codes = torch.arange(256, dtype=torch.uint8)
     v = codes.view(1, 1, 1, 256).clone().view(dtype)
@@ -55,7 +56,7 @@ def test_every_code_of_an_8_bit_cache_is_read_exactly(dtype):
     torch.testing.assert_close(out, decoded(dtype), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [E4M3FN, E4M3FNUZ, E5M2])
+@pytest.mark.parametrize("dtype", [E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ])
 def test_every_code_of_a_key_is_read_exactly(dtype):
     k = torch.arange(256, dtype=torch.uint8).view(256, 1, 1, 1).clone().view(dtype)
     wrapper = decode_wrapper()
@@ -76,12 +77,12 @@ def test_every_code_of_a_key_is_read_exactly(dtype):
     ]
     want = decoded(dtype)
     finite = want.isfinite()
-    assert int(finite.sum()) == {E4M3FN: 254, E4M3FNUZ: 255, E5M2: 248}[dtype]
+    assert int(finite.sum()) == {E4M3FN: 254, E4M3FNUZ: 255, E5M2: 248, E5M2FNUZ: 255}[dtype]
     close(lse.view(-1)[finite] * math.log(2), want[finite], 1e-6)
 
 
 @pytest.mark.parametrize("order", ["NHD", "HND"])
-@pytest.mark.parametrize("dtype", [E4M3FN, E4M3FNUZ, E5M2])
+@pytest.mark.parametrize("dtype", [E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ])
 def test_scales_of_an_8_bit_cache(dtype, order):
     q_lens, kv_lens = [2, 3], [7, 5]
     p = pages(kv_lens, heads=2, dim=16, dtype=dtype, order=order, scale=3)

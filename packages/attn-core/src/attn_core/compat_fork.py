@@ -117,8 +117,8 @@ CASCADE: dict[str, Any] = {"_HIP_FUSED_CASCADE": False}
 PARTS: dict[str, str | None] = {
     "aiter_utils": None, "decode_rocm": "decode", "device_utils": None, "hip_utils": None,
     "mla_rocm": "mla", "prefill_rocm": "prefill", "rocm": None, "rocm.aiter_utils": None,
-    "rocm.arch_caps": None, "rocm.decode": "decode", "rocm.hip_utils": None, "rocm.mla": "mla",
-    "rocm.prefill": "prefill",
+    "rocm.arch_caps": None, "rocm.decode": "decode", "rocm.device_utils": None, "rocm.hip_utils": None,
+    "rocm.mla": "mla", "rocm.prefill": "prefill",
 }  # fmt: skip
 """The fork's modules, and those here that hold the rest of their names."""
 

@@ -69,13 +69,13 @@ def check_capacity(
         ValueError: The batch does not fit; nothing has changed.
     """
     if batch_size != limits.batch_size:
-        want = f"the {limits.batch_size} requests its fixed buffers were made for"
+        want = f"the {limits.batch_size} requests its buffers were made for (the batch size should be fixed)"
         raise ValueError(needs("batch size of a CUDA-graph wrapper", want, batch_size, "core.graph-batch"))
     if total_q > limits.total_q:
-        want = f"at most {limits.total_q}, frozen by the first plan"
+        want = f"at most {limits.total_q} (they cannot exceed the number of rows of the first plan)"
         raise ValueError(needs("query rows of a CUDA-graph wrapper", want, total_q, "core.graph-rows"))
     if pages > limits.max_pages:
-        want = f"at most {limits.max_pages} entries, the size of the index buffer"
+        want = f"at most {limits.max_pages} entries (what exceeds the allocated buffer size has no place)"
         raise ValueError(needs("kv_indices of a CUDA-graph wrapper", want, pages, "core.graph-pages"))
     if limits.max_kv_len is not None and max_kv_len > limits.max_kv_len:
         want = f"at most max_seq_len {limits.max_kv_len} tokens"

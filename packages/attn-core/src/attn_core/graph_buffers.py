@@ -8,6 +8,8 @@ from .checking import dense, flag, whole
 from .errors import needs
 from .planner import GraphBuffers
 
+_PLUS_1 = "batch_size + 1"
+
 
 def decode_buffers(
     use_cuda_graph: bool,
@@ -35,7 +37,7 @@ def decode_buffers(
     bound = {
         # Wrapper-owned, so that its address holds from here on: a graph may capture before any verify.
         "qo_indptr": torch.arange(batch + 1, dtype=torch.int32, device=device),
-        "kv_indptr": _buffer("paged_kv_indptr_buffer", indptr, device, batch + 1),
+        "kv_indptr": _buffer("paged_kv_indptr_buffer", indptr, device, batch + 1, said=_PLUS_1),
         "kv_indices": _buffer("paged_kv_indices_buffer", indices, device),
         "kv_last_page_len": last,
     }
@@ -122,7 +124,7 @@ def _rows(
     qo = _buffer(qo_name, qo_indptr, device)
     if qo.numel() == 0:
         raise ValueError(needs(qo_name, "batch size + 1 entries", 0, "core.graph-buffer"))
-    kv = _buffer(kv_name, kv_indptr, device, qo.numel())
+    kv = _buffer(kv_name, kv_indptr, device, qo.numel(), said=_PLUS_1)
     return qo.numel() - 1, {"qo_indptr": qo, "kv_indptr": kv}
 
 
@@ -136,7 +138,7 @@ def _masks(
         return {}
     return {
         "custom_mask": _buffer("custom_mask_buf", custom_mask, device, dtype=torch.uint8),
-        "mask_indptr": _buffer("mask_indptr_buf", mask_indptr, device, batch + 1),
+        "mask_indptr": _buffer("mask_indptr_buf", mask_indptr, device, batch + 1, said=_PLUS_1),
     }
 
 
@@ -146,10 +148,11 @@ def _buffer(
     device: torch.device | None,
     size: int | None = None,
     dtype: torch.dtype = torch.int32,
+    said: str = "batch_size",
 ) -> torch.Tensor:
     if not isinstance(buffer, torch.Tensor):
         text = needs(name, "a tensor in CUDA-graph mode", type(buffer).__name__, "core.graph-buffer")
-        raise ValueError(f"{text}; it should be a torch.Tensor in cudagraph mode")
+        raise ValueError(f"{text}; {name} should be a torch.Tensor in cudagraph mode")
     dense(name, buffer, "core.graph-buffer")
     if buffer.dtype is not dtype or buffer.ndim != 1 or not buffer.is_contiguous():
         got = f"{buffer.dtype}, shape {tuple(buffer.shape)}, strides {buffer.stride()}"
@@ -159,5 +162,6 @@ def _buffer(
             needs(name, f"a tensor on {device}, as the workspace is", buffer.device, "core.device")
         )
     if size is not None and buffer.numel() != size:
-        raise ValueError(needs(name, f"{size} entries", buffer.numel(), "core.graph-buffer"))
+        text = needs(name, f"{size} entries", buffer.numel(), "core.graph-buffer")
+        raise ValueError(f"{text}; the length of {name} should be {said}")
     return buffer
