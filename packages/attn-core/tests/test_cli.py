@@ -92,6 +92,16 @@ def test_usage_error_is_one_line(args, told):
     assert "needs arguments as in 'attn" in result.stderr
 
 
+def test_a_shell_completes_commands_and_options():
+    def completed(words: str, at: int) -> list[str]:
+        asked = {"_ATTN_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(at)}
+        code = f"import os; os.environ.update({asked}); from attn_core.cli import main; main()"
+        return python(code).stdout.split()
+
+    assert completed("attn ex", 1) == ["explain"]
+    assert completed("attn explain --head", 2) == ["--heads", "--head-dim"]
+
+
 def test_missing_extra_is_one_line():
     code = "import sys; sys.modules['typer'] = None; from attn_core.cli import main; main()"
     ran = python(code)

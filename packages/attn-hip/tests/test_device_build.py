@@ -113,6 +113,14 @@ def test_the_command_prints_a_row_per_variant(sources: Path, tmp_path: Path) -> 
     assert set(json.loads((place / "gfx942" / "index.json").read_text())) == {"one"}
 
 
+def test_no_number_of_the_table_is_cut(sources: Path) -> None:
+    asked = ["--arch", "gfx942"]
+    (row,) = json.loads(CliRunner().invoke(APP, [*asked, "--json"]).stdout)
+    ran = CliRunner().invoke(APP, asked, env={"COLUMNS": "30"})
+    head, line = ran.stdout.splitlines()
+    assert dict(zip(head.split(), line.split(), strict=True)) == {k: str(v) for k, v in row.items()}
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
@@ -120,7 +128,7 @@ def test_the_command_prints_a_row_per_variant(sources: Path, tmp_path: Path) -> 
         (["--arch", "cpu,gfx942"], 2, "[fa2.arch]"),
         (["--arch", "gfx942", "--isa", "avx2"], 2, "[fa2.option]"),
         (["--compiler", "clang-19"], 2, "[fa2.option]"),
-        (["--arch", "gfx942", "--compiler", "tcc"], 1, "got tcc"),
+        (["--arch", "gfx942", "--compiler", "tcc"], 2, "--compiler: needs one of "),
     ],
 )
 def test_what_the_command_refuses(sources: Path, arguments: list[str], status: int, said: str) -> None:

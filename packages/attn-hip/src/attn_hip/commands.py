@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from attn_core.errors import needs
 
@@ -109,7 +108,11 @@ def _jobs(archs: list[str], compilers: list[str]) -> list[Job]:
             chosen = able
         elif compilers and _ALL not in compilers:
             # With several targets a compiler may be meant for some of them.
-            chosen = [name for name in compilers if name in able] or [toolchain.find(arch, compilers[0]).name]
+            chosen = [name for name in compilers if name in able]
+            if able and not chosen:
+                want = f"one of {', '.join(able)} for {arch}"
+                raise ValueError(needs("--compiler", want, repr(compilers[0]), "fa2.compiler-name"))
+            chosen = chosen or [toolchain.find(arch).name]
         else:
             chosen = [toolchain.find(arch).name]
         jobs += [Job(variant, arch, name) for name in chosen for variant in gpu.all_variants(arch)]
@@ -165,12 +168,12 @@ def _show(found: list[Built], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
-    table = Table(box=None, pad_edge=False)
-    for name in _COLUMNS:
-        table.add_column(name, justify="left" if name in _COLUMNS[:3] else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(str(row.get(name, "")) for name in _COLUMNS))
-    Console().print(table)
+    # As wide as it must be, whatever the terminal: a number that is cut is a wrong number.
+    lines = [_COLUMNS, *(tuple(str(row.get(name, "")) for name in _COLUMNS) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = [f"{text:{'<' if n < 3 else '>'}{widths[n]}}" for n, text in enumerate(line)]
+        typer.echo("  ".join(cells).rstrip())
 
 
 def _wanted(names: list[str]) -> list[str]:

@@ -14,7 +14,7 @@ from .output import give_up, one_line, refusing, say_json, show
 app = typer.Typer(
     name="attn",
     cls=MountingGroup,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="Attention for AMD Instinct: which kernel serves a call and why, and what this machine has.",
