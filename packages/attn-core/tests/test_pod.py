@@ -135,3 +135,26 @@ def test_both_parts_are_planned_or_neither(monkeypatch):
         wrapper.plan(offsets(Q_P), *p.table, offsets(Q_D), *d.table, *SIZES, sm_scale=0.9, **F32)
     for was, now in zip(before, wrapper.run(q_p, p.cache, q_d, d.cache), strict=True):
         assert same_bits(was, now)
+
+
+STATED = {
+    "kv_layout_d": ("NHD", "HND"), "pos_encoding_mode_d": ("ROPE_LLAMA", "ALIBI"), "window_left_d": (6, 5),
+    "sm_scale_d": (0.3, 0.31), "rope_scale_d": (2.0, 1.0), "rope_theta_d": (5e5, 1e4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_what_a_run_states_about_the_decode_part_is_what_was_planned(name):
+    """Upstream takes these arguments and computes what was planned."""
+    (q_p, k_p, v_p), p, q_d = request(), pages([9, 3, 12]), queries(3, 4, 8)
+    wrapper = PODWithPagedKVCacheWrapper(workspace())
+    wrapper.plan(
+        *p.table, *SIZES, window_left=6, sm_scale=0.3, pos_encoding_mode="ROPE_LLAMA", rope_scale=2.0,
+        rope_theta=5e5, **F32,
+    )  # fmt: skip
+    right, wrong = STATED[name]
+    want = wrapper.run(q_p, k_p, v_p, q_d, p.cache)
+    found = wrapper.run(q_p, k_p, v_p, q_d, p.cache, **{name: right})
+    assert all(map(same_bits, found, want))
+    with pytest.raises(ValueError, match=rf"{name}: needs .*core.pod-planned"):
+        wrapper.run(q_p, k_p, v_p, q_d, p.cache, **{name: wrong})

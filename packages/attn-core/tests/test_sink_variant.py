@@ -163,3 +163,26 @@ def test_flags():
         ragged_wrapper(jit_args=variant(), jit_kwargs=[1])
     with pytest.raises(NotImplementedError, match="jit_kwargs: needs to be left at its default"):
         paged_wrapper(jit_kwargs={"use_sliding_window": True})
+
+
+def made_in_inference_mode(*shape):
+    with torch.inference_mode():
+        return torch.zeros(shape)
+
+
+@pytest.mark.parametrize(
+    "outputs", [made_in_inference_mode, lambda *shape: torch.nn.Parameter(torch.zeros(shape))]
+)
+def test_a_sink_may_be_a_parameter_and_outputs_leaves_or_of_inference_mode(outputs):
+    """A model keeps its sinks as a parameter, and need not run without gradients."""
+    p, q = pages(KV_LENS), queries(10, 4, 8)
+    wrapper = paged_wrapper(jit_args=variant())
+    prefill(wrapper, p, causal=True)
+    want = wrapper.run(q, p.cache, SINK, return_lse=True)
+    found = wrapper.run(q, p.cache, torch.nn.Parameter(SINK), return_lse=True)
+    out, lse = outputs(10, 4, 8), outputs(10, 4)
+    wrapper.run(q, p.cache, torch.nn.Parameter(SINK), out=out, lse=lse)
+    for got in (found, (out.detach(), lse.detach())):
+        assert same_bits(got[0], want[0])
+        assert same_bits(got[1], want[1])
+    assert not found[0].requires_grad

@@ -1,5 +1,8 @@
 """Arguments of the wrong kind, at every entry: named in the house's words, never torch's own error."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 
@@ -80,6 +83,19 @@ def decoding():
 
 # What is called (made anew for every case), and arguments that suit it.
 CALLS = {
+    "pool": (lambda: attn_core.DecodePlanPool, {"float_workspace_buffer": workspace(), "max_pages": 8}),
+    "pool.plan": (
+        lambda: attn_core.DecodePlanPool(workspace(), 8).plan,
+        {**TABLE, **SIZES, "q_data_type": F32, "q_len_per_req": 1},
+    ),
+    "cascade.plan": (
+        lambda: MultiLevelCascadeAttentionWrapper(2, workspace(4096)).plan,
+        {
+            "qo_indptr_arr": [ints(0, 3), QO], "paged_kv_indptr_arr": [ints(0, 1), ints(0, 1, 2)],
+            "paged_kv_indices_arr": [ints(0), ints(1, 2)], "paged_kv_last_page_len": [ints(4), ints(1, 2)],
+            **SIZES,
+        },
+    ),
     "decode": (lambda: BatchDecodeWithPagedKVCacheWrapper, {"float_workspace_buffer": workspace()}),
     "prefill": (lambda: BatchPrefillWithPagedKVCacheWrapper, {"float_workspace_buffer": workspace()}),
     "ragged": (lambda: BatchPrefillWithRaggedKVCacheWrapper, {"float_workspace_buffer": workspace()}),
@@ -130,6 +146,14 @@ CALLS = {
         lambda: quantization.segment_packbits,
         {"x": torch.ones(11, dtype=torch.bool), "indptr": ints(0, 4, 11)},
     ),
+    "append": (
+        lambda: page.append_paged_kv_cache,
+        {
+            "append_key": rand(3, 2, 8), "append_value": rand(3, 2, 8), "batch_indices": ints(0, 1, 1),
+            "positions": ints(5, 0, 1), "paged_kv_cache": CACHE.clone(), "kv_indices": ints(0, 2, 1),
+            "kv_indptr": ints(0, 2, 3), "kv_last_page_len": ints(3, 2),
+        },
+    ),
     "positions": (
         lambda: page.get_batch_indices_positions,
         {"append_indptr": QO, "seq_lens": ints(7, 2), "nnz": 3},
@@ -148,17 +172,31 @@ FLAGS = {
     "ragged": ["use_cuda_graph"], "cascade": ["use_cuda_graph"],
     "decode.plan": ["disable_split_kv", "needs_lse"],
     "prefill.plan": ["causal", "disable_split_kv", "needs_lse"], "latent.plan": ["causal", "needs_lse"],
-    "attention.plan": ["causal"], "blocks.plan": ["causal"], "variable.plan": ["causal"],
+    "attention.plan": ["causal"], "cascade.plan": ["causal"], "blocks.plan": ["causal"],
+    "variable.plan": ["causal"],
     "decode.run": ["return_lse"], "prefill.run": ["return_lse"], "prefill.forward": ["causal"],
     "variable.run": ["return_lse"], "single_prefill": ["causal", "return_lse"],
+    "single_decode": ["use_tensor_cores", "return_lse"],
 }  # fmt: skip
-HUGE = 10**12
+HUGE, ARRAY = 10**12, np.zeros(3)
 WRONG = {
+    "pool": [
+        ("float_workspace_buffer", 3), ("max_pages", 2**31), ("max_pages", 0), ("kv_layout", "x"),
+        ("backend", 3), ("max_seq_len", 0), ("max_seq_len", "x"),
+    ],
+    "pool.plan": [("q_len_per_req", value) for value in (None, "x", [], 1.0, True, ARRAY, 2**64)],
+    "cascade.plan": [
+        ("window_left", ARRAY), ("window_left", FLAT), ("window_left", 3), ("pos_encoding_mode", ARRAY),
+    ],
+    "append": [("backend", []), ("backend", {}), ("backend", ARRAY), ("kv_layout", ARRAY)],
+    "cascade": [("num_levels", value) for value in (0, 2**31, 2**64)],
     "attention": [("device", "x"), ("device", 2.5), ("device", True), ("device", []), ("device", -1)],
     "decode.plan": [
         ("indptr", SPARSE), ("last_page_len", SPARSE), ("seq_lens", SPARSE), ("window_left", HUGE),
-        ("num_qo_heads", HUGE), ("page_size", HUGE),
+        ("num_qo_heads", HUGE), ("page_size", HUGE), ("q_len_per_req", 2**63), ("block_tables", ARRAY),
     ],
+    "decode": [("kv_layout", ARRAY), ("use_cuda_graph", ARRAY)],
+    "latent.plan": [("sm_scale", value) for value in (math.nan, math.inf, -math.inf, True, None)],
     "prefill.plan": [
         ("qo_indptr", SPARSE), ("custom_mask", AWAY.bool()),
         ("custom_mask", torch.ones(16).bool().to_sparse()),
@@ -171,14 +209,20 @@ WRONG = {
         ("block_row_sz", MAP["block_row_sz"].to("meta")),
         ("block_col_sz", MAP["block_col_sz"].to("meta")),
         ("block_mask_map", MAP["block_mask_map"].to_sparse()),
+        ("block_col_sz", torch.full((2, 3), 2**31 - 1, dtype=torch.int32)),
     ],
-    "fast_decode_plan": [("self", 3), ("self", torch.ones(1)), ("page_size", FLAT)],
+    "fast_decode_plan": [
+        ("self", 3), ("self", torch.ones(1)), ("page_size", FLAT), ("global_override_indptr_cpu", SPARSE),
+    ],
     "decode.run": [
         ("q", rand(2, 4, 8).to_sparse()), ("window_left", FLAT), ("window_left", "x"),
         ("q_len_per_req", FLAT),
         ("out", rand(2, 4, 8).to_sparse()), ("paged_kv_cache", CACHE.to_sparse()),
     ],
-    "decode.forward": [("window_left", value) for value in ("x", [], FLAT, None, 1 + 2j, HUGE)],
+    "decode.forward": [
+        *(("window_left", value) for value in ("x", [], FLAT, None, 1 + 2j, HUGE)),
+        ("pos_encoding_mode", ARRAY),
+    ],
     "prefill.run": [("window_left", FLAT), ("window_left", "x"), ("q", rand(3, 4, 8).to_sparse())],
     "prefill.forward": [("window_left", "x"), ("window_left", FLAT)],
     "attention.run": [("logits_soft_cap", FLAT), ("logits_soft_cap", "x")],
@@ -192,10 +236,15 @@ WRONG = {
         ("mask", 3), ("mask", FLAT), ("indptr", [0, 2, 3]), ("indptr", FLAT), ("indptr", ints(0, 2, 9)),
         ("indptr", ints(0, 3, 2)), ("indptr", ints(1, 2)), ("indptr", ints()),
     ],
-    "packbits": [("x", [1]), ("x", None), ("x", SPARSE)],
+    "packbits": [("bitorder", ARRAY), ("x", [1]), ("x", None), ("x", SPARSE)],
     "segment_packbits": [("x", [1]), ("indptr", [0, 11]), ("indptr", QO.to("meta")), ("indptr", SPARSE)],
-    "positions": [("append_indptr", [0]), ("seq_lens", None), ("nnz", HUGE), ("append_indptr", SPARSE)],
-    "seq_lens": [("kv_indptr", [0]), ("kv_last_page_len", 3)],
+    "positions": [
+        ("append_indptr", [0]), ("seq_lens", None), ("nnz", HUGE), ("nnz", int), ("nnz", ARRAY),
+        ("append_indptr", SPARSE),
+    ],
+    "seq_lens": [
+        ("page_size", int), ("page_size", 2**100), ("page_size", 0), ("kv_indptr", ints(0, 2, 2**31 - 1)),
+        ("kv_indptr", [0]), ("kv_last_page_len", 3)],
     "merge_state": [("v_a", rand(3, 4, 8).to_sparse()), ("s_b", None)],
     "merge_states": [("v", rand(3, 2, 4, 8).to_sparse())],
     "sampling": [
@@ -213,7 +262,8 @@ CASES = [
 @pytest.mark.parametrize(("call", "name", "value"), CASES, ids=lambda value: str(value)[:24])
 def test_it_is_refused_in_the_houses_words(call, name, value):
     make, given = CALLS[call]
-    with pytest.raises((TypeError, ValueError), match=r"needs .*got .*\[core\.[\w-]+\]"):
+    refusals = (TypeError, ValueError, NotImplementedError)
+    with pytest.raises(refusals, match=r"needs .*got .*\[core\.[\w-]+\]"):
         make()(**{**given, name: value})
 
 
@@ -247,3 +297,36 @@ def test_two_batches_refuse_a_flag_too():
     for name in ("causal_p", "return_lse"):
         with pytest.raises(TypeError, match=r"needs True or False, got Tensor \[core.flag\]"):
             wrapper.run(ROWS["q"], CACHE, ROWS["q"], CACHE, **{name: FLAT})
+
+
+def test_a_flag_is_looked_at_beside_a_mask_that_replaces_it():
+    with pytest.raises(TypeError, match=r"causal: needs True or False, got str \[core.flag\]"):
+        paged(custom_mask=torch.ones(16, dtype=torch.bool), causal="x")
+
+
+@pytest.mark.parametrize("value", [None, "", [], {}, False, 0])
+def test_a_sink_that_is_nothing_is_none(value):
+    q = rand(2, 4, 8)
+    assert torch.equal(decoding().run(q, CACHE, sinks=value), decoding().run(q, CACHE))
+
+
+INT32_MIN = -(2**31)
+FALLS = ints(0, 5, INT32_MIN)
+WRAPPED = [  # differences of int32 that wrap to lengths
+    ("decode.plan", "indptr"), ("prefill.plan", "qo_indptr"), ("prefill.plan", "paged_kv_indptr"),
+    ("latent.plan", "qo_indptr"), ("latent.plan", "kv_indptr"), ("seq_lens", "kv_indptr"),
+    ("positions", "append_indptr"), ("blocks.plan", "indptr"), ("append", "kv_indptr"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "name"), WRAPPED)
+def test_an_indptr_that_falls_by_more_than_int32_holds_is_refused(call, name):
+    make, given = CALLS[call]
+    with pytest.raises(ValueError, match=r"indptr.*-2147483\d+"):
+        make()(**{**given, name: FALLS})
+
+
+def test_an_indptr_that_wraps_and_comes_back_is_refused():
+    table = {"indptr": ints(0, 5, INT32_MIN, -1, 2**31 - 1), "last_page_len": ints(1, 1, 1, 1)}
+    with pytest.raises(ValueError, match=r"kv_indptr\[2\]: needs at least .* = 5"):
+        decode().plan(**{**TABLE, **table}, **{**SIZES, "page_size": 1})

@@ -38,7 +38,7 @@ def as_pos_encoding(mode: str) -> PosEncoding:
         ValueError: It names none.
     """
     try:
-        return PosEncoding(mode)
+        return PosEncoding(mode if isinstance(mode, str) else repr(mode))
     except ValueError:
         names = ", ".join(e.value for e in PosEncoding)
         raise ValueError(
@@ -46,14 +46,17 @@ def as_pos_encoding(mode: str) -> PosEncoding:
         ) from None
 
 
+_MAY_BE_NEUTRAL = (bool, int, float, str, tuple, list, dict)
+
+
 def refuse(**given: object) -> None:
-    """Refuse arguments of upstream that no backend here has; None, 0, 0.0 and False are neutral.
+    """Refuse arguments of upstream that no backend here has; None, 0, 0.0, False and nothing are neutral.
 
     Raises:
         NotImplementedError: Names the first argument that is not neutral.
     """
     for name, value in given.items():
-        neutral = value is None or (not isinstance(value, torch.Tensor) and not value)
+        neutral = value is None or (isinstance(value, _MAY_BE_NEUTRAL) and not value)
         if not neutral:
             got = type(value).__name__ if isinstance(value, torch.Tensor | dict) else repr(value)
             raise NotImplementedError(needs(name, "to be left at its default", got, "core.not-supported"))

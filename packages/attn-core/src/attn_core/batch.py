@@ -284,9 +284,9 @@ def lengths_of(name: str, indptr: torch.Tensor, batch_size: int) -> tuple[torch.
         return indptr[1:], 0, 0, 0
     lengths = indptr[1:] - indptr[:-1]
     low, high = _range(lengths)
-    # A wrapped difference of two int32 is negative too, so one test covers both.
-    if low < 0:
-        at = first_true(lengths < 0)
+    # A difference that wraps to a positive one shows in the sum, which has no other way to be so large.
+    if low < 0 or (batch_size * high > INT32_MAX and _sum(lengths) != total):
+        at = first_true(indptr[1:] < indptr[:-1])
         want = f"at least {name}[{at}] = {int(indptr[at])} (non-decreasing)"
         raise ValueError(needs(f"{name}[{at + 1}]", want, int(indptr[at + 1]), "core.indptr"))
     return lengths, total, low, high

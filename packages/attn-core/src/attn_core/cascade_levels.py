@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from . import tracing
+from .arguments import as_pos_encoding
 from .cache_view import CacheView
 from .checking import flag, whole
 from .errors import needs
@@ -15,6 +16,7 @@ from .merge import merge_states
 from .options import Dtype
 from .planner import plan_all
 from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
+from .problem import PosEncoding
 
 Tensors = Sequence[torch.Tensor]
 
@@ -55,7 +57,8 @@ class MultiLevelCascadeAttentionWrapper:
         paged_kv_last_page_len_buf_arr: Tensors | None = None,
         backend: str = "auto",
     ) -> None:
-        whole("num_levels", num_levels, "core.cascade", 1)
+        if whole("num_levels", num_levels, "core.cascade", 1) > _MOST_LEVELS:
+            raise ValueError(needs("num_levels", f"at most {_MOST_LEVELS}", num_levels, "core.cascade"))
         self._use_cuda_graph = flag("use_cuda_graph", use_cuda_graph)
         buffers: list[dict[str, Any]] = [{}] * num_levels
         if self._use_cuda_graph:
@@ -166,6 +169,7 @@ class MultiLevelCascadeAttentionWrapper:
         }
         tables = zip(*(_per_level(name, value, count) for name, value in given.items()), strict=True)
         self._check_positions(pos_encoding_mode, window_left)
+        causal = flag("causal", causal)
         asked = []
         for n, (level, table) in enumerate(zip(self._levels, tables, strict=True)):
             problem, batch, _ = level._asked(dict(
@@ -187,12 +191,12 @@ class MultiLevelCascadeAttentionWrapper:
     def _check_positions(self, pos_encoding_mode: str, window_left: int) -> None:
         if len(self._levels) == 1:
             return
-        if pos_encoding_mode != "NONE":
+        if as_pos_encoding(pos_encoding_mode) is not PosEncoding.NONE:
             want = "'NONE' with more than one level, whose keys do not know their positions"
             raise NotImplementedError(
                 needs("pos_encoding_mode", want, repr(pos_encoding_mode), "core.cascade")
             )
-        if window_left != -1:
+        if whole("window_left", window_left, "core.window") != -1:
             want = "-1 with more than one level, whose keys do not know their positions"
             raise NotImplementedError(needs("window_left", want, window_left, "core.cascade"))
 
@@ -225,6 +229,7 @@ class MultiLevelCascadeAttentionWrapper:
         """Do nothing; upstream's deprecated counterpart of ``begin_forward``."""
 
 
+_MOST_LEVELS = 1024
 _BUFFERS = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
 _TABLE = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
 _UNUSED = {

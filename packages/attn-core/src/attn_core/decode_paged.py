@@ -9,7 +9,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from .arguments import refuse, split_size
-from .batch import HostBatch, check_drafts_appended, paged_batch
+from .batch import INT32_MAX, HostBatch, check_drafts_appended, paged_batch
 from .cache_view import CacheView
 from .checking import flag, whole
 from .errors import needs
@@ -211,6 +211,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             raise ValueError(
                 needs("q_len_per_req", "at least 1 (q_len_per_req must be >= 1)", q_len, "core.q-len")
             )
+        if q_len > INT32_MAX:
+            raise ValueError(needs("q_len_per_req", f"at most {INT32_MAX}", q_len, "core.q-len"))
         if q_len > 1 and not self._use_tensor_cores:
             want = "use_tensor_cores=True on the wrapper for more than 1"
             raise ValueError(needs("q_len_per_req", want, q_len, "core.q-len"))
@@ -384,7 +386,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             ValueError: As for :meth:`plan`.
         """
         given = {name: value for name, value in locals().items() if name in DECODE_DEFAULTS}
-        if given["q_data_type"] == "float16":
+        if isinstance(q_data_type, str) and q_data_type == "float16":
             del given["q_data_type"]
         heads = (num_qo_heads, num_kv_heads)
         problem, batch = self._asked(indptr, indices, last_page_len, heads, head_dim, page_size, given)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .batch import size_of
-from .checking import whole
+from .checking import dense, whole
 from .decode_paged import BatchDecodeWithPagedKVCacheWrapper
 from .errors import needs
 from .options import DecodeOptions, Dtype
@@ -76,7 +76,9 @@ def fast_decode_plan(
         raise ValueError(needs("fast_decode_plan", "a wrapper with a prior plan", "none", "core.no-plan"))
     batch = size_of("last_page_len", last_page_len)
     if global_override_indptr_cpu is not None:
-        got = size_of("global_override_indptr_cpu", global_override_indptr_cpu)
+        got = dense(
+            "global_override_indptr_cpu", global_override_indptr_cpu, "core.index-type", "an int32 tensor"
+        ).numel()
         if got < batch + 1:
             want = f"at least {batch + 1} entries"
             raise ValueError(needs("global_override_indptr_cpu", want, got, "core.indptr"))

@@ -26,7 +26,8 @@ def decode_buffers(
         ValueError: A buffer is missing or unfit, or ``max_seq_len`` comes without graph mode.
     """
     if max_seq_len is not None and (
-        whole("max_seq_len", max_seq_len, "core.max-seq-len") < 1 or not use_cuda_graph
+        whole("max_seq_len", max_seq_len, "core.max-seq-len") < 1
+        or not flag("use_cuda_graph", use_cuda_graph)
     ):
         want = "use_cuda_graph=True and at least 1"
         raise ValueError(needs("max_seq_len", want, f"{use_cuda_graph}, {max_seq_len}", "core.max-seq-len"))

@@ -21,7 +21,7 @@ from .errors import needs
 from .graph_buffers import latent_buffers
 from .kv_lengths import batch_of_lengths
 from .not_here import refusing
-from .options import Dtype
+from .options import Dtype, number
 from .prefill_common import mask_mode
 from .problem import AttentionProblem, Op, PagedKV
 from .wrapper import AttentionWrapper
@@ -111,6 +111,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         refuse(use_profiler=use_profiler)
         if isinstance(sm_scale, bool) or not isinstance(sm_scale, int | float):
             raise TypeError(needs("sm_scale", "a number", type(sm_scale).__name__, "core.sm-scale"))
+        sm_scale = number("sm_scale", sm_scale, 0.0)
         dtype = as_dtype("q_data_type", q_data_type)
         for name, dim, least in (("head_dim_ckv", head_dim_ckv, 1), ("head_dim_kpe", head_dim_kpe, 0)):
             whole(name, dim, "core.head-dim", least)
@@ -199,7 +200,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         found = self._run(q, k, v, out, lse, return_lse, None, None, None, s)
         written = found[1] if isinstance(found, tuple) else lse
         if to_base_e and written is not None:
-            written.mul_(math.log(2.0))
+            written.detach().mul_(math.log(2.0))  # the caller's may have been made in inference mode
         return found
 
     def _traced_parts(

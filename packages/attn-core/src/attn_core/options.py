@@ -13,7 +13,7 @@ import torch
 from .arguments import as_dtype, as_pos_encoding
 from .checking import flag, whole
 from .errors import needs
-from .problem import AttentionProblem, MaskMode, Op, PagedKV, RaggedKV
+from .problem import AttentionProblem, MaskMode, Op, PagedKV, PosEncoding, RaggedKV
 
 Dtype = torch.dtype | str
 
@@ -205,8 +205,8 @@ def forward_changes(
 ) -> dict[str, Any]:
     """Return the arguments of a deprecated ``forward`` that are not at their default, as problem fields."""
     changes: dict[str, Any] = {}
-    if pos_encoding_mode != "NONE":
-        changes["pos_encoding"] = as_pos_encoding(pos_encoding_mode)
+    if (pos := as_pos_encoding(pos_encoding_mode)) is not PosEncoding.NONE:
+        changes["pos_encoding"] = pos
     if whole("window_left", window_left, "core.window") != -1:
         changes["window_left"] = window_left
     given = {

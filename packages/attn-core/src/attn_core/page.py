@@ -66,6 +66,7 @@ def append_paged_kv_cache(
         )  # fmt: skip
         return
     check_kv_order(kv_layout)
+    backend_name(backend)
     k, v = unpack(paged_kv_cache, kv_layout)
     rows = check_rows(append_key, append_value, k, v, kv_layout)
     indices = {
@@ -231,7 +232,7 @@ def _check_values(index: dict[str, torch.Tensor], page_size: int, pages: int) ->
     _first_bad(
         batch, (batch < -1) | (batch >= indptr.numel() - 1), "batch_indices", f"-1 to {indptr.numel() - 2}"
     )
-    steps = indptr[1:] - indptr[:-1]
+    steps = indptr.long().diff()
     _first_bad(steps, steps < 0, "kv_indptr step", "0 or more (non-decreasing)")
     last = index["kv_last_page_len"]
     outside = ((last < 1) | (last > page_size)) & (steps > 0)

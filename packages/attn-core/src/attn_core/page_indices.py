@@ -107,8 +107,8 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
         wanted = f"{batch_size} entries (kv_indptr has one more)"
         raise ValueError(needs("kv_last_page_len", wanted, kv_last_page_len.numel(), "core.last-page-len"))
     page_size = _as_int("page_size", page_size)
-    if page_size < 1:
-        raise ValueError(needs("page_size", "at least 1", page_size, "core.page-size"))
+    if not 1 <= page_size <= INT32_MAX:
+        raise ValueError(needs("page_size", f"1 to {INT32_MAX}", page_size, "core.page-size"))
     pages = kv_indptr.diff()
     if kv_indptr.device.type == "cpu":
         _check_ascending("kv_indptr", kv_indptr)
@@ -116,6 +116,9 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
         if (at := _first(outside)) is not None:
             wanted, got = f"1 to page_size ({page_size})", f"{int(kv_last_page_len[at])} at position {at}"
             raise ValueError(needs("kv_last_page_len", wanted, got, "core.last-page-len"))
+        if (at := _first(pages.long() * page_size > INT32_MAX)) is not None:
+            wanted, got = f"at most {INT32_MAX} tokens per request", f"{int(pages[at])} pages of {page_size}"
+            raise ValueError(needs("kv_indptr", wanted, got, "core.kv-len"))
     return ((pages - 1) * page_size + kv_last_page_len).masked_fill_(pages <= 0, 0)
 
 
@@ -140,7 +143,7 @@ def _check_append_values(indptr: torch.Tensor, lens: torch.Tensor, nnz: int) -> 
 
 
 def _check_ascending(name: str, indptr: torch.Tensor) -> None:
-    if (at := _first(indptr.diff() < 0)) is not None:
+    if (at := _first(indptr[1:] < indptr[:-1])) is not None:
         got = f"{int(indptr[at + 1])} at position {at + 1} after {int(indptr[at])}"
         raise ValueError(needs(name, "no decrease", got, "core.indptr"))
 
@@ -188,6 +191,10 @@ def _check_count(nnz: int) -> int:
 
 def _as_int(name: str, value: int) -> int:
     """Accept what Python counts with (numpy integers too) but no tensor, whose value may be on a device."""
-    if isinstance(value, (bool, torch.Tensor)) or not hasattr(value, "__index__"):
+    try:
+        found = None if isinstance(value, bool | torch.Tensor) else operator.index(value)
+    except TypeError:
+        found = None
+    if found is None:
         raise TypeError(needs(name, "an int", type(value).__name__, "core.integer"))
-    return operator.index(value)
+    return found

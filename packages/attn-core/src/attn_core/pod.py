@@ -11,8 +11,9 @@ import torch
 from .arguments import refuse
 from .decode_paged import BatchDecodeWithPagedKVCacheWrapper, KVCache
 from .errors import needs
-from .options import Dtype
+from .options import Dtype, forward_changes
 from .pod_batch import BatchPODWithPagedKVCacheWrapper, pod_dtypes
+from .problem import check_kv_order
 from .single import single_prefill_with_kv_cache
 from .tracing import Scale
 
@@ -150,7 +151,8 @@ class PODWithPagedKVCacheWrapper:
             custom_mask_d: Not supported, as the next one.
             packed_custom_mask_d: Not supported.
             causal_d: No effect: a decoding request has one row.
-            kv_layout_d: No effect, like the next five and as upstream: plan() and the constructor decide.
+            kv_layout_d: The constructor decides; if it is not at its default, it must say the same, as must
+                the next five of what was planned. (Upstream does without looking.)
             pos_encoding_mode_d: See ``kv_layout_d``.
             sm_scale_d: See ``kv_layout_d``.
             window_left_d: See ``kv_layout_d``.
@@ -174,7 +176,10 @@ class PODWithPagedKVCacheWrapper:
         if args:
             raise TypeError(needs("run", "30 arguments at most", f"{len(args)} more", "core.arguments"))
         refuse(custom_mask_d=custom_mask_d, packed_custom_mask_d=packed_custom_mask_d)
-        self._decode._planned()
+        self._check_stated(
+            kv_layout_d, pos_encoding_mode_d, window_left_d,
+            {"sm_scale": sm_scale_d, "rope_scale": rope_scale_d, "rope_theta": rope_theta_d},
+        )  # fmt: skip
         out_p = single_prefill_with_kv_cache(
             q_p, k_p, v_p, custom_mask=custom_mask_p, packed_custom_mask=packed_custom_mask_p,
             causal=causal_p, kv_layout=kv_layout_p, pos_encoding_mode=pos_encoding_mode_p,
@@ -184,6 +189,21 @@ class PODWithPagedKVCacheWrapper:
         out_d = self._decode.run(q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
         assert isinstance(out_p, torch.Tensor) and isinstance(out_d, torch.Tensor)  # noqa: PT018
         return out_p, out_d
+
+    def _check_stated(
+        self, kv_layout: str, pos_encoding_mode: str, window_left: int, numbers: dict[str, float | None]
+    ) -> None:
+        """Raise where a run states something else about the decode part than was planned."""
+        planned = self._decode._planned().query.problem
+        if check_kv_order(kv_layout) not in ("NHD", planned.kv.order):
+            raise ValueError(needs("kv_layout_d", planned.kv.order, kv_layout, "core.pod-planned"))
+        stated = forward_changes(pos_encoding_mode, window_left, None, **numbers)
+        for name, value in stated.items():
+            was = getattr(planned, name)
+            near = isinstance(value, float) and abs(value - was) <= 1e-6 * abs(was)
+            if value != was and not near:
+                argument = "pos_encoding_mode" if name == "pos_encoding" else name
+                raise ValueError(needs(f"{argument}_d", f"the planned {was}", value, "core.pod-planned"))
 
     def end_forward(self) -> None:
         """Do nothing; upstream's counterpart of ``begin_forward``."""

@@ -6,10 +6,13 @@ from typing import Unpack
 
 import torch
 
-from .batch import size_of
-from .checking import whole
+from .arguments import check_workspace
+from .batch import INT32_MAX, size_of
+from .checking import backend_name, whole
 from .decode_paged import BatchDecodeWithPagedKVCacheWrapper
+from .errors import needs
 from .options import DecodeOptions
+from .problem import check_kv_order
 
 Key = tuple[int, int]
 
@@ -29,6 +32,10 @@ class DecodePlanPool:
         backend: ``auto``, a backend, or a candidate ``backend/path``.
         max_seq_len: Longest sequence that will be planned, in tokens.
 
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: An argument does not fit.
+
     Example:
         >>> pool = DecodePlanPool(workspace, max_pages=4096)
         >>> wrapper = pool.plan(indptr, indices, last_page_len, 32, 8, 128, 16, q_len_per_req=4)
@@ -43,9 +50,13 @@ class DecodePlanPool:
         backend: str = "auto",
         max_seq_len: int | None = None,
     ) -> None:
-        whole("max_pages", max_pages, "core.pool", 1)
-        self._workspace, self._max_pages, self._layout = float_workspace_buffer, max_pages, kv_layout
-        self._backend, self._max_seq_len = backend, max_seq_len
+        if whole("max_pages", max_pages, "core.pool", 1) > INT32_MAX:
+            raise ValueError(needs("max_pages", f"at most {INT32_MAX}", max_pages, "core.pool"))
+        if max_seq_len is not None:
+            whole("max_seq_len", max_seq_len, "core.max-seq-len", 1)
+        self._workspace = check_workspace("float_workspace_buffer", float_workspace_buffer)
+        self._max_pages, self._layout = max_pages, check_kv_order(kv_layout)
+        self._backend, self._max_seq_len = backend_name(backend), max_seq_len
         self._members: dict[Key, BatchDecodeWithPagedKVCacheWrapper] = {}
 
     def plan(
@@ -66,7 +77,8 @@ class DecodePlanPool:
         Raises:
             ValueError: As the wrapper's ``plan()``.
         """
-        key = (size_of("last_page_len", last_page_len), options.get("q_len_per_req", 1))
+        q_len = whole("q_len_per_req", options.get("q_len_per_req", 1), "core.q-len")
+        key = (size_of("last_page_len", last_page_len), q_len)
         member = self._members.get(key) or self._make(*key)
         member.plan(
             indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, **options

@@ -19,9 +19,10 @@ def mask_mode(
     causal: bool, custom_mask: torch.Tensor | None, packed_custom_mask: torch.Tensor | None
 ) -> MaskMode:
     """Return the mask a plan asks for: a custom mask replaces causal."""
+    causal = flag("causal", causal)
     if custom_mask is not None or packed_custom_mask is not None:
         return MaskMode.CUSTOM
-    return MaskMode.CAUSAL if flag("causal", causal) else MaskMode.NONE
+    return MaskMode.CAUSAL if causal else MaskMode.NONE
 
 
 def planned_mask(a: Mapping[str, Any], device: torch.device) -> MaskMode:

@@ -65,7 +65,7 @@ def check_kv_order(order: str) -> str:
     Raises:
         ValueError: It does not.
     """
-    if order not in KV_ORDERS:
+    if not isinstance(order, str) or order not in KV_ORDERS:
         raise ValueError(needs("kv_layout", "'NHD' or 'HND'", repr(order), "core.kv-layout"))
     return order
 

@@ -148,5 +148,5 @@ def _check_bits(x: torch.Tensor, bitorder: str) -> None:
         raise TypeError(needs("x", "bool or an integer dtype", x.dtype, "core.packbits-dtype"))
     if x.dim() != 1:
         raise ValueError(needs("x", "1 dimension", f"shape {tuple(x.shape)}", "core.packbits-shape"))
-    if bitorder not in ("big", "little"):
+    if not isinstance(bitorder, str) or bitorder not in ("big", "little"):
         raise ValueError(needs("bitorder", "'big' or 'little'", repr(bitorder), "core.packbits-bitorder"))

@@ -12,7 +12,7 @@ from . import capture, plugins, tracing
 from .arguments import as_dtype, mask_bits, refuse
 from .batch import single_batch
 from .capability import GraphSupport
-from .checking import backend_name, dense
+from .checking import backend_name, dense, flag
 from .errors import needs
 from .options import Dtype, make_problem
 from .prefill_common import mask_mode
@@ -130,6 +130,7 @@ def single_decode_with_kv_cache(
     """
     if dense("q", q, "core.q-shape").ndim != 2:
         raise ValueError(needs("q", "shape [num_qo_heads, head_dim]", tuple(q.shape), "core.q-shape"))
+    use_tensor_cores = flag("use_tensor_cores", use_tensor_cores)
     if is_dynamo_compiling():
         return tracing.call(  # type: ignore[no-any-return]
             "single", (q_scale, k_scale, v_scale), q, k, v, None, return_lse, None, None, "decode", False,

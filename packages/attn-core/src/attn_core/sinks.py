@@ -102,9 +102,11 @@ def add_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> None:
         lse: float32 ``[rows, num_qo_heads]``, base 2, updated.
         sink: Floating point ``[num_qo_heads]``, natural exponent.
     """
+    sink = sink.detach()  # a model's parameter: attention has no gradient here
     if is_dynamo_compiling():
         tracing.call("add_sink", out, lse, sink)
         return
+    out, lse = out.detach(), lse.detach()  # leaves, and tensors made in inference mode, are written too
     log2_sink = sink.float() * math.log2(math.e)
     # What is left of the weights once the sink has taken its own; nan where neither has any.
     kept = torch.sigmoid((lse - log2_sink) * math.log(2.0)).nan_to_num(0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import tracing
-from .batch import INDEX_DTYPES
+from .batch import INDEX_DTYPES, INT32_MAX
 from .capture import fetch
 from .checking import flag
 from .errors import needs
@@ -181,6 +181,8 @@ def _sizes(name: str, sizes: object, heads: int, device: torch.device) -> torch.
     host = fetch(name, sizes, device).to(torch.int64)
     if host.numel() and int(host.min()) < 0:
         raise ValueError(needs(name, "0 or more", int(host.min()), "core.sparse"))
+    if (total := float(host.double().sum())) > INT32_MAX:
+        raise ValueError(needs(name, f"a sum over all heads of at most {INT32_MAX}", total, "core.sparse"))
     sums = host.sum(1)
     if bool((sums != sums[0]).any()):
         raise ValueError(needs(name, "the same sum for every head", sums.tolist(), "core.sparse"))

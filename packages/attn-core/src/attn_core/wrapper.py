@@ -205,7 +205,9 @@ class AttentionWrapper(EngineView):
         """Run with what came behind q and the cache: the sink and the scale of the variant with a sink."""
         if not self._with_sink:
             refuse(sinks=sinks)
-            raise TypeError(needs("run", f"{what} by position", f"{len(args)} more", "core.arguments"))
+            if args:
+                raise TypeError(needs("run", f"{what} by position", f"{len(args)} more", "core.arguments"))
+            return self._run(*tensors, out, lse, return_lse, *scales)
         p = self._planned().query.problem
         args = args if sinks is None else (sinks, *args)
         sink, factor = sink_and_scale(args, p.num_qo_heads, self.device, p.sm_scale)

@@ -296,7 +296,7 @@ void make_plan(const PlanInput& in, Plan& plan) {
   const Cutter cutter(in);
   const Cut cut = cutter.choose();
   if (cutter.items(cut) * in.num_kv_heads > kMostItems)
-    throw std::length_error("plan: more work items than it can number");
+    throw std::length_error("plan: needs fewer rows and keys, got more work items than an int32 numbers [fa2.native]");
   Emitter(in, cut, plan).run();
 }
 
