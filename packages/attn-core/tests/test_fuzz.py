@@ -5,9 +5,10 @@ import random
 import pytest
 import torch
 
-from attn_core import arguments, merge
+from attn_core import arguments, merge, sparse_variable
 from attn_core.errors import needs
 from attn_core.frozen import FrozenShape
+from attn_core.pod import PODWithPagedKVCacheWrapper
 from attn_core.reference import ReferenceBackend
 from attn_core.testing import fuzz, misuse
 from attn_core.testing.draw import draw
@@ -146,11 +147,26 @@ class BadLse(Mini):
         return super().lse(natural, kv_len) + 0.5 * (kv_len > 20)
 
 
+class BadKeys(Mini):
+    """Drops the last key of a request, or of a row of blocks."""
+
+    def hidden(self, p, n, q_len, kv_len, image):
+        found = super().hidden(p, n, q_len, kv_len, image)
+        found[:, kv_len - 1 :] = True
+        return found
+
+
+COMPOSED = ("pod", "batch_pod", "block_sparse", "pool")
+
+
 @pytest.mark.parametrize(
     ("kind", "backend"),
-    [("append", BadAppend()), ("chain_sampling", BadSampler()), ("cascade", BadLse())],
-    ids=["append", "chain_sampling", "cascade"],
-)
+    [
+        ("append", BadAppend()), ("chain_sampling", BadSampler()), ("cascade", BadLse()),
+        *((kind, BadKeys()) for kind in COMPOSED),
+    ],
+    ids=["append", "chain_sampling", "cascade", *COMPOSED],
+)  # fmt: skip
 def test_a_wrong_result_is_found_in_sessions_of_every_kind(kind, backend, others):
     others(kind)
     failure = next(fuzz.sessions(backend, seed=1, count=30))
@@ -183,6 +199,21 @@ def test_an_accepted_mistake_of_a_function_is_found(others, monkeypatch):
     monkeypatch.setattr("attn_core.page._check_values", lambda *_: None)
     found = [str(f.error) for f in fuzz.sessions(ReferenceBackend(), seed=0, count=40)]
     assert any("was accepted" in error for error in found)
+
+
+def test_blocks_of_other_keys_are_found(others, monkeypatch):
+    others("variable_sparse")
+    right = sparse_variable._keys
+    monkeypatch.setattr(sparse_variable, "_keys", lambda kept, columns: right(kept.flip(1), columns))
+    found = [str(f.error) for f in fuzz.sessions(ReferenceBackend(), seed=0, count=10)]
+    assert any("variable sparse: out" in error for error in found)
+
+
+def test_what_a_run_of_pod_states_and_is_not_held_to_is_found(others, monkeypatch):
+    others("pod")
+    monkeypatch.setattr(PODWithPagedKVCacheWrapper, "_check_stated", lambda *_: None)
+    found = [str(f.error) for f in fuzz.sessions(ReferenceBackend(), seed=0, count=30)]
+    assert any("_d" in error and "was accepted" in error for error in found)
 
 
 def test_a_graph_that_lets_its_shape_change_is_found(monkeypatch):

@@ -22,7 +22,7 @@ from ..decode import BatchDecodeWithPagedKVCacheWrapper
 from ..prefill import BatchPrefillWithPagedKVCacheWrapper
 from ..problem import Op
 from ..target import DeviceTarget
-from . import checks, fuzz_functions, fuzz_wrappers, misuse, oracle
+from . import checks, fuzz_composed, fuzz_functions, fuzz_wrappers, misuse, oracle
 from .axes import SINGLES
 from .cases import Case
 from .checks.expect import expect
@@ -50,7 +50,7 @@ _PYTHON = re.compile(r"unexpected keyword argument|required positional argument|
 _STEPS = 3
 _OTHERS = 0.3
 """Share of sessions that are about something else than one wrapper of attention."""
-KINDS = ("append", "merge", "chain_sampling", "cascade", "latent")
+KINDS = ("append", "merge", "chain_sampling", "cascade", "latent", *fuzz_composed.SESSIONS)
 _WRONG = 3
 
 
@@ -129,6 +129,8 @@ def _other(
         return fuzz_wrappers.cascade(backend, target, rng)
     if kind == "latent":
         return fuzz_wrappers.latent(backend, target, rng)
+    if kind in fuzz_composed.SESSIONS:
+        return fuzz_composed.SESSIONS[kind](backend, target, rng)
     return fuzz_functions.calls(backend, target, rng, kind)
 
 

@@ -173,7 +173,8 @@ def _sampling(
     draft = torch.randn(batch, n, vocab, generator=make).softmax(-1)
     goal = torch.randn(batch, n + 1, vocab, generator=make).softmax(-1)
     goal[:, :n] = goal[:, :n] * rng.random() + draft * rng.random()
-    goal[torch.rand(goal.shape, generator=make) < 0.01] = rng.choice((0.0, 0.0, math.nan, -1.0, math.inf))
+    for law in (goal, draft):
+        law[torch.rand(law.shape, generator=make) < 0.01] = rng.choice((0.0, 0.0, math.nan, -1.0, math.inf))
     probs = [t.to(rng.choice(sorted(path.dtypes, key=str))) for t in (draft, goal)]
     ids = torch.randint(-1, vocab, (batch, n), generator=make)
     count = batch if batch and rng.random() < 0.5 else 1

@@ -43,7 +43,7 @@ def cascade(backend: Backend, target: DeviceTarget, rng: Random) -> Planned:
         LookupError: No path of the backend serves it there.
     """
     path = _path(backend, target, rng, latent=False)
-    cap, device = path.capability, _device(target)
+    cap, device = path.capability, device_of_target(target)
     make = torch.Generator().manual_seed(rng.getrandbits(40))
     sizes = [pair[0] if isinstance(pair, tuple) else int(str(pair)) for pair in dims_of(cap, split=False)]
     dim = min(sizes, key=lambda size: abs(size - 64))
@@ -104,7 +104,7 @@ def cascade(backend: Backend, target: DeviceTarget, rng: Random) -> Planned:
     k, v = (t.to(device) for t in cache)
     run = Call(
         name="cascade run", function=wrapper.run, right={"q": q.to(device), "paged_kv_cache": (k, v)},
-        check=lambda out: _near(out, want, path, dtype, "cascade"),
+        check=lambda out: near(out, want, path, dtype, "cascade"),
         values={"paged_kv_cache": (None, k, (k,), (k, v[..., :1]), (k[:0], v[:0]), (k.to(torch.int8), v))},
     )  # fmt: skip
     return Planned(plan=plan, run=run, states=lambda: tuple(level._state for level in wrapper.levels))
@@ -117,7 +117,7 @@ def latent(backend: Backend, target: DeviceTarget, rng: Random) -> Planned:
         LookupError: No path of the backend serves it there.
     """
     path = _path(backend, target, rng, latent=True)
-    cap, device = path.capability, _device(target)
+    cap, device = path.capability, device_of_target(target)
     make = torch.Generator().manual_seed(rng.getrandbits(40))
     pairs = [pair for pair in dims_of(cap, split=True) if isinstance(pair, tuple) and pair[0] > pair[1]]
     if not pairs:
@@ -164,7 +164,8 @@ def latent(backend: Backend, target: DeviceTarget, rng: Random) -> Planned:
         ),
         values={
             "num_heads": (0, -1, 2.0, None, True), "head_dim_ckv": (0, 1.5, None), "head_dim_kpe": (-1, True),
-            "page_size": (0, -1, 2.5), "sm_scale": (None, "x", True), "q_data_type": ("int99", 3, None),
+            "page_size": (0, -1, 2.5), "sm_scale": (None, "x", True, float("nan"), float("inf")),
+            "q_data_type": ("int99", 3, None),
             "use_profiler": (True,),
             "kv_len_arr": (torch.tensor(kv_len) + size * 9, -torch.tensor(kv_len) - 1),
         },
@@ -176,7 +177,7 @@ def latent(backend: Backend, target: DeviceTarget, rng: Random) -> Planned:
     run = Call(
         name="latent run", function=wrapper.run,
         right=dict(zip(("q_nope", "q_pe", "ckv_cache", "kpe_cache"), parts, strict=True)),
-        check=lambda out: _near(out, want, path, dtype, "latent"),
+        check=lambda out: near(out, want, path, dtype, "latent"),
         # Pages that no request has may be missing or there.
         fits=frozenset({"ckv_cache:one row less"}),
         values={
@@ -191,14 +192,16 @@ def _nothing(_: object) -> None:
     """A plan returns nothing to look at."""
 
 
-def _near(out: torch.Tensor, want: torch.Tensor, path: Path, dtype: torch.dtype, what: str) -> None:
+def near(out: torch.Tensor, want: torch.Tensor, path: Path, dtype: torch.dtype, what: str) -> None:
+    """Raise Violation for an output that is further from float64 attention than the path declares."""
     tolerance = declared(path).get(dtype, DEFAULTS[dtype])
     # Levels are rounded to the output's type before they are merged.
     wrong = compare(out, want, 2 * tolerance if what == "cascade" else tolerance, 1.0, "out")
     expect(wrong is None, f"{what}: {wrong}")
 
 
-def _device(target: DeviceTarget) -> torch.device:
+def device_of_target(target: DeviceTarget) -> torch.device:
+    """Return torch's name of a target."""
     return torch.device("cpu") if target.kind == "cpu" else torch.device("cuda", target.index)
 
 
