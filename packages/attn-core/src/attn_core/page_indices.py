@@ -108,7 +108,10 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
         raise ValueError(needs("kv_last_page_len", wanted, kv_last_page_len.numel(), "core.last-page-len"))
     page_size = _as_int("page_size", page_size)
     if not 1 <= page_size <= INT32_MAX:
-        raise ValueError(needs("page_size", f"1 to {INT32_MAX}", page_size, "core.page-size"))
+        want = f"at least 1 and at most {INT32_MAX}"
+        raise ValueError(
+            needs("page_size", want if page_size > 0 else "at least 1", page_size, "core.page-size")
+        )
     pages = kv_indptr.diff()
     if kv_indptr.device.type == "cpu":
         _check_ascending("kv_indptr", kv_indptr)
