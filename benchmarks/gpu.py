@@ -306,12 +306,13 @@ def plot(rows: list[Row], path: Path) -> None:
         points = [
             (base[r.cell] / r.us, labels.index(r.cell)) for r in rows if r.peer == name and r.cell in base
         ]
-        axes.plot([x for x, _ in points], [y for _, y in points], mark, label=name)
-    axes.axvline(1.0, color="grey")
+        axes.plot([x for x, _ in points], [y for _, y in points], mark, label=name, zorder=3)
+    axes.axvline(1.0, color="black", linewidth=1, zorder=2)
+    axes.grid(color="0.9", zorder=1)
     axes.set_yticks(range(len(labels)), labels, fontsize=7)
-    axes.invert_yaxis()
-    axes.set_xlabel("speed, FlashInfer = 1")
-    axes.legend()
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.set_xlabel("speed, FlashInfer = 1; to the right is faster")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.35, 1.0 + 1.5 / len(labels)), ncols=3, frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
