@@ -105,7 +105,7 @@ def eager() -> Iterator[Row]:
     wrapper, _ = planned(64)
     q, cache = torch.randn(4, HEADS, DIM), torch.randn(64, 2, PAGE_SIZE, KV_HEADS, DIM)
     out = torch.empty_like(q)
-    want = wrapper.run(q, cache).clone()  # type: ignore[union-attr]
+    want = wrapper.run(q, cache).clone()
     kept = tracing.state()
     times: dict[str, list[float]] = {"without": [], "with": []}
     for _ in range(5):

@@ -10,12 +10,12 @@ from . import tracing
 from .arguments import refuse
 from .attention_sink import BatchAttentionWithAttentionSinkWrapper
 from .cache_view import unpack
-from .decode_paged import KVCache
 from .errors import needs
 from .kv_lengths import batch_of_lengths
 from .options import Dtype, make_problem, number
 from .prefill_common import mask_mode
 from .problem import Op, PagedKV
+from .run_options import KVCache
 from .tracing import Scale
 from .wrapper import OwnWorkspace
 

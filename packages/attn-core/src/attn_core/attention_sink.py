@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal, Unpack, overload
+
 import torch
 
 from .options import Dtype
-from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper, KVCache, Result
+from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
+from .run_options import KVCache, Pair, PrefillRun, Result
 from .wrapper import returning_lse
 
 
@@ -62,6 +65,22 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf, backend,
         )  # fmt: skip
         self._with_sink = True
+
+    @overload
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: KVCache, *args: object, return_lse: Literal[False] = False,
+        **more: Unpack[PrefillRun]
+    ) -> torch.Tensor: ...  # fmt: skip
+    @overload
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: KVCache, *args: object, return_lse: Literal[True],
+        **more: Unpack[PrefillRun]
+    ) -> Pair: ...  # fmt: skip
+    @overload
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: KVCache, *args: object, return_lse: bool,
+        **more: Unpack[PrefillRun]
+    ) -> Result: ...  # fmt: skip
 
     def run(
         self,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from .arguments import refuse, split_size
 from .batch import INT32_MAX, HostBatch, check_drafts_appended, paged_batch
-from .cache_view import CacheView
 from .checking import flag, whole
 from .errors import needs
 from .graph_buffers import decode_buffers
@@ -24,12 +23,10 @@ from .options import (
     merge_legacy,
 )
 from .problem import AttentionProblem, MaskMode, Op, PagedKV
+from .run_options import DecodeRun, KVCache, Pair, Result
 from .sinks import sink_asked
 from .traced_plan import trace_plan
 from .wrapper import AttentionWrapper, returning_lse
-
-KVCache = tuple[torch.Tensor, torch.Tensor] | torch.Tensor | CacheView
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
@@ -135,11 +132,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             NotImplementedError: No backend serves the combination.
         """
         if legacy:
-            warnings.warn(
-                "plan: passing options positionally is deprecated, pass them by keyword",
-                DeprecationWarning,
-                stacklevel=2,
-            )
+            text = "plan: passing options positionally is deprecated, pass them by keyword"
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
             options = merge_legacy(legacy, options)
         self._plan_options(
             indptr, indices, last_page_len, (num_qo_heads, num_kv_heads), head_dim, page_size, options
@@ -224,6 +218,22 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             )
         return q_len
 
+    @overload
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: KVCache, *args: object, return_lse: Literal[False] = False,
+        **more: Unpack[DecodeRun]
+    ) -> torch.Tensor: ...  # fmt: skip
+    @overload
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: KVCache, *args: object, return_lse: Literal[True],
+        **more: Unpack[DecodeRun]
+    ) -> Pair: ...  # fmt: skip
+    @overload
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: KVCache, *args: object, return_lse: bool,
+        **more: Unpack[DecodeRun]
+    ) -> Result: ...  # fmt: skip
+
     def run(
         self,
         q: torch.Tensor,
@@ -274,10 +284,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             NotImplementedError: An argument no backend here has.
         """
         if skip_softmax_threshold_scale_factor is not None or kv_cache_sf is not None:
-            refuse(
-                skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-                kv_cache_sf=kv_cache_sf,
-            )
+            threshold = skip_softmax_threshold_scale_factor
+            refuse(skip_softmax_threshold_scale_factor=threshold, kv_cache_sf=kv_cache_sf)
         if window_left is not None or q_len_per_req is not None:
             self._check_repeated(window_left, q_len_per_req)
         scales = (q_scale, k_scale, v_scale)
@@ -320,9 +328,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
         )
         with self._forwarded(changes, q_scale) as q_scale:
-            out = self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-        assert isinstance(out, torch.Tensor)
-        return out
+            return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
 
     def forward_return_lse(
         self,
@@ -343,11 +349,9 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
         )
         with self._forwarded(changes, q_scale) as q_scale:
-            both = self.run(
+            return self.run(
                 q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=True
             )
-        assert isinstance(both, tuple)
-        return both
 
     begin_forward = plan
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -24,9 +24,8 @@ from .not_here import refusing
 from .options import Dtype, number
 from .prefill_common import mask_mode
 from .problem import AttentionProblem, Op, PagedKV
+from .run_options import Pair, Result
 from .wrapper import AttentionWrapper
-
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class BatchMLAPagedAttentionWrapper(AttentionWrapper):
@@ -127,6 +126,35 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             qo_indptr, kv_indptr, kv_indices, kv_len_arr, page_size, device=self.device
         )  # fmt: skip
         self._plan(problem, batch)
+
+    @overload
+    def run(
+        self, q_nope: torch.Tensor, q_pe: torch.Tensor, ckv_cache: torch.Tensor, kpe_cache: torch.Tensor,
+        out: torch.Tensor | None = None, lse: torch.Tensor | None = None,
+        return_lse: Literal[False] = False, profiler_buffer: torch.Tensor | None = None,
+        kv_len: torch.Tensor | None = None, page_table: torch.Tensor | None = None,
+        return_lse_base_on_e: bool = False, o_scale: float | None = None, *,
+        ckv_scale: float | None = None, ckv_scale_arr: torch.Tensor | None = None,
+        kpe_scale: float | None = None
+    ) -> torch.Tensor: ...  # fmt: skip
+    @overload
+    def run(
+        self, q_nope: torch.Tensor, q_pe: torch.Tensor, ckv_cache: torch.Tensor, kpe_cache: torch.Tensor,
+        out: torch.Tensor | None = None, lse: torch.Tensor | None = None, *, return_lse: Literal[True],
+        profiler_buffer: torch.Tensor | None = None, kv_len: torch.Tensor | None = None,
+        page_table: torch.Tensor | None = None, return_lse_base_on_e: bool = False,
+        o_scale: float | None = None, ckv_scale: float | None = None,
+        ckv_scale_arr: torch.Tensor | None = None, kpe_scale: float | None = None
+    ) -> Pair: ...  # fmt: skip
+    @overload
+    def run(
+        self, q_nope: torch.Tensor, q_pe: torch.Tensor, ckv_cache: torch.Tensor, kpe_cache: torch.Tensor,
+        out: torch.Tensor | None = None, lse: torch.Tensor | None = None, return_lse: bool = False,
+        profiler_buffer: torch.Tensor | None = None, kv_len: torch.Tensor | None = None,
+        page_table: torch.Tensor | None = None, return_lse_base_on_e: bool = False,
+        o_scale: float | None = None, *, ckv_scale: float | None = None,
+        ckv_scale_arr: torch.Tensor | None = None, kpe_scale: float | None = None
+    ) -> Result: ...  # fmt: skip
 
     def run(
         self,

@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 
 from .arguments import refuse
-from .decode_paged import BatchDecodeWithPagedKVCacheWrapper, KVCache
+from .decode_paged import BatchDecodeWithPagedKVCacheWrapper
 from .errors import needs
 from .options import Dtype, forward_changes
 from .pod_batch import BatchPODWithPagedKVCacheWrapper, pod_dtypes
 from .problem import check_kv_order
+from .run_options import KVCache
 from .single import single_prefill_with_kv_cache
 from .tracing import Scale
 

@@ -10,12 +10,12 @@ import torch
 
 from . import tracing
 from .arguments import mask_bits
-from .decode_paged import KVCache, Result
 from .options import Dtype, decode_dtypes
 from .planner import plan_all
 from .prefill_common import mask_mode
 from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
 from .problem import MaskMode
+from .run_options import KVCache, Result
 from .tracing import Scale
 
 Two = tuple[torch.Tensor, torch.Tensor]

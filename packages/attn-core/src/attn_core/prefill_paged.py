@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import torch
 
 from . import tracing
 from .arguments import MaskBits, check_workspace, refuse, split_size
 from .batch import HostBatch, paged_batch, size_of
-from .cache_view import CacheView
 from .graph_buffers import paged_buffers
 from .options import Dtype, forward_changes, make_problem
 from .prefill_common import check_lengths, masked_keys, planned_mask
 from .problem import AttentionProblem, Op, PagedKV
+from .run_options import KVCache, Pair, PrefillRun, Result
 from .sinks import sink_asked
 from .wrapper import AttentionWrapper, returning_lse
-
-KVCache = tuple[torch.Tensor, torch.Tensor] | torch.Tensor | CacheView
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
@@ -235,6 +232,22 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         """
         refuse(block_tables=block_tables)
         return self._workspace_size(*self._asked({**locals(), "needs_lse": False}))
+
+    @overload
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: KVCache, *args: object, return_lse: Literal[False] = False,
+        **more: Unpack[PrefillRun]
+    ) -> torch.Tensor: ...  # fmt: skip
+    @overload
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: KVCache, *args: object, return_lse: Literal[True],
+        **more: Unpack[PrefillRun]
+    ) -> Pair: ...  # fmt: skip
+    @overload
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: KVCache, *args: object, return_lse: bool,
+        **more: Unpack[PrefillRun]
+    ) -> Result: ...  # fmt: skip
 
     def run(
         self,

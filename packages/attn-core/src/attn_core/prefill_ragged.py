@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import torch
 
@@ -14,10 +14,9 @@ from .graph_buffers import ragged_buffers
 from .options import Dtype, forward_changes, make_problem
 from .prefill_common import check_lengths, masked_keys, planned_mask
 from .problem import Op, RaggedKV
+from .run_options import Pair, RaggedRun, Result
 from .sinks import sink_asked
 from .wrapper import AttentionWrapper, returning_lse
-
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
@@ -153,6 +152,22 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         batch = ragged_batch(qo_indptr, kv_indptr, device=self.device, seq_lens=seq_lens)
         check_lengths(batch, seq_lens_q, max_token_per_sequence, max_sequence_kv, self.device)
         self._plan(problem, batch, mask=masked_keys(asked, batch, self.device))
+
+    @overload
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: object,
+        return_lse: Literal[False] = False, **more: Unpack[RaggedRun]
+    ) -> torch.Tensor: ...  # fmt: skip
+    @overload
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: object, return_lse: Literal[True],
+        **more: Unpack[RaggedRun]
+    ) -> Pair: ...  # fmt: skip
+    @overload
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: object, return_lse: bool,
+        **more: Unpack[RaggedRun]
+    ) -> Result: ...  # fmt: skip
 
     def run(
         self,

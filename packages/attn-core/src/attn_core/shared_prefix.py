@@ -11,10 +11,11 @@ from typing import Generic, TypeVar
 
 import torch
 
-from .decode_paged import BatchDecodeWithPagedKVCacheWrapper, KVCache
+from .decode_paged import BatchDecodeWithPagedKVCacheWrapper
 from .merge import merge_state_in_place
 from .options import Dtype
 from .prefill_paged import BatchPrefillWithPagedKVCacheWrapper
+from .run_options import KVCache
 from .single import single_prefill_with_kv_cache
 
 W = TypeVar("W", BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from functools import partial
+from typing import Literal, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -18,8 +19,9 @@ from .options import Dtype, make_problem
 from .prefill_common import mask_mode
 from .problem import AttentionProblem, MaskMode, Op, RaggedKV, check_kv_order
 from .route import AUTO
+from .run_options import Pair, Result
 from .state import PlanState
-from .tracing import Result, Scale
+from .tracing import Scale
 from .wrapper import OwnWorkspace
 
 
@@ -80,6 +82,32 @@ def _replayable(wrapper: _OneCall, key: object, mask: MaskMode) -> PlanState:
         raise RuntimeError(needs("single attention", want, state.decision.candidate, "core.eager-in-capture"))
     _captured[id(state)] = state
     return state
+
+
+@overload
+def single_decode_with_kv_cache(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE", use_tensor_cores: bool = False, q_scale: Scale = None,
+    k_scale: Scale = None, v_scale: Scale = None, window_left: int = -1,
+    logits_soft_cap: float | None = None, sm_scale: float | None = None, rope_scale: float | None = None,
+    rope_theta: float | None = None, return_lse: Literal[False] = False
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def single_decode_with_kv_cache(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE", use_tensor_cores: bool = False, q_scale: Scale = None,
+    k_scale: Scale = None, v_scale: Scale = None, window_left: int = -1,
+    logits_soft_cap: float | None = None, sm_scale: float | None = None, rope_scale: float | None = None,
+    rope_theta: float | None = None, *, return_lse: Literal[True]
+) -> Pair: ...  # fmt: skip
+@overload
+def single_decode_with_kv_cache(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE", use_tensor_cores: bool = False, q_scale: Scale = None,
+    k_scale: Scale = None, v_scale: Scale = None, window_left: int = -1,
+    logits_soft_cap: float | None = None, sm_scale: float | None = None, rope_scale: float | None = None,
+    rope_theta: float | None = None, return_lse: bool = False
+) -> Result: ...  # fmt: skip
 
 
 def single_decode_with_kv_cache(
@@ -159,6 +187,41 @@ def single_decode_with_kv_cache(
         return_lse,
     )  # fmt: skip
     return (found[0][0], found[1][0]) if isinstance(found, tuple) else found[0]
+
+
+@overload
+def single_prefill_with_kv_cache(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale_q: torch.Tensor | None = None,
+    scale_k: torch.Tensor | None = None, scale_v: torch.Tensor | None = None, o_dtype: Dtype | None = None,
+    custom_mask: torch.Tensor | None = None, packed_custom_mask: torch.Tensor | None = None,
+    causal: bool = False, kv_layout: str = "NHD", pos_encoding_mode: str = "NONE",
+    use_fp16_qk_reduction: bool = False, sm_scale: float | None = None, window_left: int = -1,
+    logits_soft_cap: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
+    backend: str = "auto", return_lse: Literal[False] = False, kv_cache_sf: object | None = None,
+    k_scale: Scale = None, v_scale: Scale = None
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def single_prefill_with_kv_cache(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale_q: torch.Tensor | None = None,
+    scale_k: torch.Tensor | None = None, scale_v: torch.Tensor | None = None, o_dtype: Dtype | None = None,
+    custom_mask: torch.Tensor | None = None, packed_custom_mask: torch.Tensor | None = None,
+    causal: bool = False, kv_layout: str = "NHD", pos_encoding_mode: str = "NONE",
+    use_fp16_qk_reduction: bool = False, sm_scale: float | None = None, window_left: int = -1,
+    logits_soft_cap: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
+    backend: str = "auto", *, return_lse: Literal[True], kv_cache_sf: object | None = None,
+    k_scale: Scale = None, v_scale: Scale = None
+) -> Pair: ...  # fmt: skip
+@overload
+def single_prefill_with_kv_cache(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale_q: torch.Tensor | None = None,
+    scale_k: torch.Tensor | None = None, scale_v: torch.Tensor | None = None, o_dtype: Dtype | None = None,
+    custom_mask: torch.Tensor | None = None, packed_custom_mask: torch.Tensor | None = None,
+    causal: bool = False, kv_layout: str = "NHD", pos_encoding_mode: str = "NONE",
+    use_fp16_qk_reduction: bool = False, sm_scale: float | None = None, window_left: int = -1,
+    logits_soft_cap: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
+    backend: str = "auto", return_lse: bool = False, kv_cache_sf: object | None = None,
+    k_scale: Scale = None, v_scale: Scale = None
+) -> Result: ...  # fmt: skip
 
 
 def single_prefill_with_kv_cache(

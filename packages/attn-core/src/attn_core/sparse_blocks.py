@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Literal, overload
 
 import torch
 
@@ -12,7 +13,7 @@ from .batch import to_host
 from .checking import dense
 from .errors import needs
 from .options import Dtype, forward_changes
-from .prefill_paged import Result
+from .run_options import Pair, Result
 from .sparse_common import SparseWrapper, check_keys, check_size
 
 
@@ -139,6 +140,28 @@ class BlockSparseAttentionWrapper(SparseWrapper):
         self._columns = (N // C, C)
 
     begin_forward = plan
+
+    @overload
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale_q: torch.Tensor | None = None,
+        scale_k: torch.Tensor | None = None, scale_v: torch.Tensor | None = None,
+        out: torch.Tensor | None = None, lse: torch.Tensor | None = None,
+        return_lse: Literal[False] = False, enable_pdl: bool | None = None
+    ) -> torch.Tensor: ...  # fmt: skip
+    @overload
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale_q: torch.Tensor | None = None,
+        scale_k: torch.Tensor | None = None, scale_v: torch.Tensor | None = None,
+        out: torch.Tensor | None = None, lse: torch.Tensor | None = None, *, return_lse: Literal[True],
+        enable_pdl: bool | None = None
+    ) -> Pair: ...  # fmt: skip
+    @overload
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale_q: torch.Tensor | None = None,
+        scale_k: torch.Tensor | None = None, scale_v: torch.Tensor | None = None,
+        out: torch.Tensor | None = None, lse: torch.Tensor | None = None, return_lse: bool = False,
+        enable_pdl: bool | None = None
+    ) -> Result: ...  # fmt: skip
 
     def run(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 
 from . import tracing
@@ -10,7 +12,7 @@ from .capture import fetch
 from .checking import flag
 from .errors import needs
 from .options import Dtype, forward_changes
-from .prefill_paged import Result
+from .run_options import Pair, Result
 from .sparse_common import SparseWrapper, check_keys, check_size
 from .state import check_output
 
@@ -96,6 +98,23 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
         self._lengths = (int(rows[0].sum()), int(columns[0].sum()))
 
     begin_forward = plan
+
+    @overload
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None, return_lse: Literal[False] = False,
+        enable_pdl: bool | None = None
+    ) -> torch.Tensor: ...  # fmt: skip
+    @overload
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None, *, return_lse: Literal[True], enable_pdl: bool | None = None
+    ) -> Pair: ...  # fmt: skip
+    @overload
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None
+    ) -> Result: ...  # fmt: skip
 
     def run(
         self,

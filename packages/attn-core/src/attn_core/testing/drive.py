@@ -33,6 +33,7 @@ from ..problem import AttentionProblem, MaskMode, Op
 from ..query import GraphLimits, Query
 from ..reasons import Reason, Stage
 from ..rules import Rule
+from ..run_options import Result
 from ..target import DeviceTarget
 from .axes import SINGLES
 from .cases import Case
@@ -298,10 +299,10 @@ def run(case: Case, world: World, wrapper: Wrapper) -> tuple[torch.Tensor, torch
         options["out"] = lay_out(case.out, shape, p.o_dtype, case.device)
         if case.wants_lse:
             options["lse"] = lay_out(case.out, shape[:2], torch.float32, case.device)
-    if isinstance(wrapper, BatchPrefillWithRaggedKVCacheWrapper):
-        found = wrapper.run(world.q, world.kv.k, world.kv.v, **options)
-    else:
-        found = wrapper.run(world.q, world.kv.cache, **options)
+    call: Any = wrapper.run
+    ragged = isinstance(wrapper, BatchPrefillWithRaggedKVCacheWrapper)
+    cache = (world.kv.k, world.kv.v) if ragged else (world.kv.cache,)
+    found: Result = call(world.q, *cache, **options)
     out, lse = found if isinstance(found, tuple) else (found, None)
     given = options.get("out", out)
     if out is not given:

@@ -7,6 +7,7 @@ the launch and the arrays of the first plan are used again after every later one
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -128,12 +129,13 @@ class Stage:
 
     def _call(self) -> None:
         io: RunIO = self.io
-        options: dict[str, object] = {"out": io.out, **scale_options(self.case, self.world)}
+        options: dict[str, Any] = {"out": io.out, **scale_options(self.case, self.world)}
         if io.lse is not None:
             options |= {"lse": io.lse, "return_lse": True}
         kv = self.world.kv
         cache = (kv.k, kv.v) if self.case.problem.op is Op.PREFILL_RAGGED else (kv.cache,)
-        self.wrapper.run(io.q, *cache, **options)  # type: ignore[arg-type]
+        wrapper: Any = self.wrapper
+        wrapper.run(io.q, *cache, **options)
 
     def _places(self) -> dict[str, int]:
         return {name: self.state.image[name].data_ptr() for name in self.state.image}
