@@ -288,7 +288,7 @@ def variable_sparse(backend: Backend, target: DeviceTarget, rng: Random) -> Plan
         outs.append(attention(problem, [request], Scales())[0].transpose(0, 1))
     want = torch.cat(outs)
     wrapper = VariableBlockSparseAttentionWrapper(f.workspace(), backend=f"{backend.name}/{f.path.name}")
-    huge = torch.full_like(cuts[1], 2**31 - 1)
+    huge = torch.full_like(cuts[1], 2**31, dtype=torch.int64)  # one is beyond what an int32 counts
     plan = Call(
         name="variable sparse plan", function=wrapper.plan, check=_nothing,
         right={
