@@ -29,8 +29,11 @@ _CUDA = {
     "load": "cuModuleLoadData", "function": "cuModuleGetFunction", "launch": "cuLaunchKernel",
     "get_current": "cuCtxGetCurrent", "set_current": "cuCtxSetCurrent", "error": "cuGetErrorString",
     "init": "cuInit", "device": "cuDeviceGet", "retain": "cuDevicePrimaryCtxRetain",
-    "set_attribute": "cuFuncSetAttribute",
+    "set_attribute": "cuFuncSetAttribute", "version": "cuDriverGetVersion",
 }  # fmt: skip
+_LAUNCH_EARLY = "cuLaunchKernelEx"
+_CAPTURES_EARLY = 12030
+"""CUDA version of the first driver that captures kernels that start early."""
 
 
 class DriverError(Exception):
@@ -82,9 +85,24 @@ class Driver:
             raise DriverError(f"{self.path} has no function {name}") from None
 
     def addresses(self) -> Mapping[str, int]:
-        """Return the addresses that native code calls: launch, get_current, set_current."""
-        wanted = ("launch", "get_current", "set_current")
-        return {role: ctypes.cast(self._calls[role], ctypes.c_void_p).value or 0 for role in wanted}
+        """Return the addresses that native code calls: launch, get_current, set_current.
+
+        ``launch_after`` launches a kernel that may start before the one ahead of it is done; 0 where the
+        driver has no such launch, or none that a graph can capture.
+        """
+        roles = ("launch", "get_current", "set_current")
+        calls = {role: self._calls[role] for role in roles}
+        if self._starts_early():
+            calls["launch_after"] = self._symbol(_LAUNCH_EARLY)
+        at = {role: ctypes.cast(call, ctypes.c_void_p).value or 0 for role, call in calls.items()}
+        return {"launch_after": 0, **at}
+
+    def _starts_early(self) -> bool:
+        if self.kind == "hip" or not hasattr(self._lib, _LAUNCH_EARLY):
+            return False
+        version = ctypes.c_int()
+        self._check("cuDriverGetVersion", self._calls["version"](ctypes.byref(version)))
+        return version.value >= _CAPTURES_EARLY
 
     def owner(self, ordinal: int) -> int:
         """Return what makes a device current: its primary context for CUDA, its ordinal for HIP.

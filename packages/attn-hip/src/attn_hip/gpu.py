@@ -188,6 +188,7 @@ def _load(native: Any, target: DeviceTarget, variant: Variant) -> Loaded:
             at["set_current"],
             opened.kind == "hip",
             opened.owner(target.index),
+            at["launch_after"],
         ),
         native.GpuFunction(function.handle, variant.threads, variant.lds),
         function,

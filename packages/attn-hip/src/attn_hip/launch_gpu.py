@@ -55,8 +55,8 @@ class GpuLaunch:
         tile_q: Packed rows per tile.
         items: Blocks of the attention kernel; blocks without an item return at once. There can be
             more items where blocks take turns.
-        merges: Tiles that the merge kernel can join, a block for 16 rows each; 0 when nothing can be
-            split, or the attention kernel joins what is.
+        merges: Blocks of the merge kernel; 0 when nothing can be split, or the attention kernel joins what
+            is.
         slots: Partial results that the workspace holds, as in :class:`attn_hip.launch.Launch`.
         variant: Name of the attention kernel.
         native: The host module.

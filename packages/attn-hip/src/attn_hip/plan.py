@@ -27,6 +27,8 @@ _GPU_KV_TILE, _GPU_FINE = 64, 16
 _GPU_MIN_CHUNK = {16: 128, 64: 256, 128: 256}
 _GPU_BLOCKS = 2
 """Blocks that a compute unit runs side by side."""
+_HIP_MERGE_ROWS, _CUDA_MERGE_ROWS = 16, 4
+"""Packed rows of a block that joins partials, at least."""
 NOT_MEASURED = (0, 0, 0, 0, 0, 0)
 """The pace of a device that nobody has measured."""
 _KEY_BYTES = 512
@@ -123,7 +125,7 @@ def plan_gpu(native: Any, gpu: Gpu, query: Query, batch: HostBatch) -> PlanResul
         problem,
         style.tile_q,
         _grid(query, variant, cut.items),
-        merges,
+        _merge_grid(query, style.tile_q, merges),
         cut.slots,
         variant.name,
         native,
@@ -140,6 +142,13 @@ def _grid(query: Query, variant: variants.Variant, items: int) -> int:
     # One less than fill the device: else some first blocks share a multiprocessor while others have none.
     blocks = variant.turns * max(1, query.target.num_cus)
     return min(items, blocks - 1 if variant.turns > 1 else blocks)
+
+
+def _merge_grid(query: Query, tile: int, merges: int) -> int:
+    """Return the blocks that join up to ``merges`` tiles; those of NVIDIA take as many in turns as there are."""
+    if query.target.kind == "hip":
+        return merges * (tile // _HIP_MERGE_ROWS)
+    return min(merges * (tile // _CUDA_MERGE_ROWS), _GPU_BLOCKS * max(1, query.target.num_cus))
 
 
 @dataclass(frozen=True, slots=True)

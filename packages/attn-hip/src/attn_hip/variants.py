@@ -168,8 +168,8 @@ def _attend(arch: str, shape: _Shape) -> Variant:
         *((f"ATTN_LDS={lds}",) if lds else ()),
     )
     threads = _WAVES * (64 if _is_amd(arch) else 32)
-    low = not _is_amd(arch) and shape.tile_q == _JOINED_ROWS
-    turns = _SHARED_BYTES // (lds + _BLOCK_BYTES) if low and shape.plain else 0
+    room = shape.tile_q == _JOINED_ROWS or shape.head_dim <= _JOINED_DIM
+    turns = _SHARED_BYTES // (lds + _BLOCK_BYTES) if lds and shape.plain and room else 0
     return Variant(
         shape.name,
         "kernels_gpu.cpp",

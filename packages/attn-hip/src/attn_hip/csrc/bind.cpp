@@ -24,7 +24,7 @@ namespace attn {
 namespace {
 
 constexpr int kItemWords = sizeof(WorkItem) / sizeof(int32_t);
-constexpr int kCountWords = 5;
+constexpr int kCountWords = 6;
 static_assert(sizeof(MergeItem) == sizeof(WorkItem), "both have the same number of words in the image");
 
 // How a batch is planned, apart from the batch.
@@ -82,7 +82,7 @@ void write_plan(const Planned& planned, uint64_t items, uint64_t merges, uint64_
   std::copy(made.items.begin(), made.items.end(), at<WorkItem>(items));
   std::copy(made.merges.begin(), made.merges.end(), at<MergeItem>(merges));
   const int32_t said[kCountWords] = {int32_t(made.items.size()), int32_t(made.merges.size()), made.num_slots,
-                                     made.max_heads};
+                                     made.max_heads, 0, made.num_launched};
   std::copy(said, said + kCountWords, at<int32_t>(counts));
 }
 
@@ -120,9 +120,11 @@ int run_gpu(const GpuPlan& plan, uint64_t stream, uint64_t q, uint64_t k, uint64
                         1.f, 1.f, 0, 0, 0);
 }
 
-GpuDriver gpu_driver(uint64_t launch, uint64_t get_current, uint64_t set_current, bool hip, uint64_t owner) {
+GpuDriver gpu_driver(uint64_t launch, uint64_t get_current, uint64_t set_current, bool hip, uint64_t owner,
+                     uint64_t launch_after) {
   require(launch && get_current && set_current, "native: a driver needs its functions [fa2.native]");
-  return {reinterpret_cast<GpuDriver::Launch>(launch), at<void>(get_current), at<void>(set_current), hip, owner};
+  return {reinterpret_cast<GpuDriver::Launch>(launch), at<void>(launch_after), at<void>(get_current),
+          at<void>(set_current), hip, owner};
 }
 
 GpuFunction gpu_function(uint64_t handle, unsigned threads, unsigned lds) {
@@ -172,7 +174,8 @@ PYBIND11_MODULE(ATTN_MODULE, m) {
   py::class_<AppendParams>(m, "Append", py::module_local()).def(py::init(&append_params));
   py::class_<SampleParams>(m, "Sample", py::module_local()).def(py::init(&sample_params));
   py::class_<AttendParams>(m, "Problem", py::module_local());
-  py::class_<GpuDriver>(m, "GpuDriver", py::module_local()).def(py::init(&gpu_driver));
+  py::class_<GpuDriver>(m, "GpuDriver", py::module_local()).def(py::init(&gpu_driver), py::arg(), py::arg(), py::arg(), py::arg(),
+                                                       py::arg(), py::arg("launch_after") = 0);
   py::class_<GpuFunction>(m, "GpuFunction", py::module_local()).def(py::init(&gpu_function));
   py::class_<GpuPlan::Arrays>(m, "GpuArrays", py::module_local())
       .def(py::init([](const std::array<uint64_t, 11>& a) {

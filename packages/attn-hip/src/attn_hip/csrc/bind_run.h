@@ -125,9 +125,9 @@ class GpuPlan {
   };
 
   GpuPlan(const GpuDriver& driver, GpuFunction attend, GpuFunction merge, const AttendParams& problem,
-          bool heads_first, int tile_q, const Arrays& arrays, unsigned num_items, unsigned num_merges, int64_t slots)
+          bool heads_first, int tile_q, const Arrays& arrays, unsigned num_items, unsigned merge_blocks, int64_t slots)
       : driver_(driver), attend_(attend), merge_(merge), heads_first_(heads_first), num_items_(num_items),
-        num_merges_(num_merges), slots_(slots) {
+        merge_blocks_(merge_blocks), slots_(slots) {
     AttendParams& p = launch_.params;
     p = problem;
     p.tile_q = tile_q;
@@ -154,16 +154,16 @@ class GpuPlan {
   int enqueue(uint64_t stream, AttendLaunch& launch) const {
     const py::gil_scoped_release released;
     const int error = gpu_launch(driver_, attend_, num_items_, stream, &launch);
-    if (error || num_merges_ == 0) return error;
+    if (error || merge_blocks_ == 0) return error;
     MergeLaunch merge = {launch.params, launch.merges, launch.counts};
-    return gpu_launch(driver_, merge_, num_merges_ * (launch.params.tile_q / kMergeRows), stream, &merge);
+    return gpu_launch(driver_, merge_, merge_blocks_, stream, &merge, true);
   }
 
   GpuDriver driver_;
   GpuFunction attend_, merge_;
   AttendLaunch launch_ = {};
   bool heads_first_;
-  unsigned num_items_, num_merges_;
+  unsigned num_items_, merge_blocks_;
   int64_t slots_;
 };
 

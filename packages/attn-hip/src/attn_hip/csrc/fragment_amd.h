@@ -13,6 +13,7 @@ constexpr bool kHasAsyncCopy = false, kKeysFromGlobal = true, kLoadsAnywhere = t
 constexpr bool kJoinsParts = false;  // every chiplet has an L2 cache of its own
 constexpr bool kSoftensPatiently = true;  // see softmax.h
 constexpr bool kTakesTurns = false;
+constexpr int kLeastMergeRows = 16;
 #if defined(__gfx950__)
 constexpr bool kDeep = true;  // products of depth 32
 #else
@@ -313,6 +314,8 @@ ATTN_DEVICE void load_partials(float (&x)[N], const float* from) {
 }
 template <int N>
 ATTN_DEVICE void read_partials(float (&)[N], Shared) {}  // not used
+ATTN_DEVICE void start_follower() {}  // a kernel starts when the one before it is done
+ATTN_DEVICE void await_leader() {}
 ATTN_DEVICE uint32_t count_around(int32_t*, uint32_t) { return 0; }  // neither is used
 ATTN_DEVICE uint32_t take_around(int32_t*, uint32_t) { return 0; }
 ATTN_DEVICE uint32_t read_word(Shared at) { return *(SharedOf<uint32_t>)at; }

@@ -11,6 +11,7 @@ constexpr bool kHasAsyncCopy = true, kKeysFromGlobal = false, kLoadsAnywhere = f
 constexpr bool kJoinsParts = true;
 constexpr bool kSoftensPatiently = false;
 constexpr bool kTakesTurns = true;
+constexpr int kLeastMergeRows = 4;  // of a block of the merge kernel: the fewer, the more waves share a row's partials
 
 struct alignas(16) Line {  // 16 bytes, eight elements
   uint32_t x[4];
@@ -35,6 +36,10 @@ struct KeptWave {
   ATTN_MEMBER static int kept_wave() { return wave_index(); }
 };
 ATTN_DEVICE void barrier() { __syncthreads(); }
+// A kernel that was launched as this one's follower may start once every block has said start_follower() or ended; all
+// of its blocks wait in await_leader() until the leader is done and what it wrote is there.
+ATTN_DEVICE void start_follower() { asm volatile("griddepcontrol.launch_dependents;"); }
+ATTN_DEVICE void await_leader() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 ATTN_DEVICE void wave_barrier() { __syncwarp(); }
 ATTN_DEVICE float exp2_fast(float x) {
   float y;

@@ -43,14 +43,38 @@ class Current {
   bool changed_ = false;
 };
 
+// CUlaunchConfig and CUlaunchAttribute of the driver API.
+struct LaunchAttribute {
+  uint32_t id, pad;
+  int32_t value[16];
+};
+struct LaunchConfig {
+  unsigned grid[3], block[3], shared_bytes;
+  void* stream;
+  LaunchAttribute* attributes;
+  unsigned num_attributes;
+};
+static_assert(sizeof(LaunchAttribute) == 72 && sizeof(LaunchConfig) == 56, "as the driver lays them out");
+constexpr uint32_t kProgrammaticStreamSerialization = 6;
+
+int launch_follower(const GpuDriver& driver, const GpuFunction& function, unsigned blocks, uint64_t stream,
+                    void** arguments) {
+  using LaunchEx = int (*)(const LaunchConfig*, void*, void**, void**);
+  LaunchAttribute early = {kProgrammaticStreamSerialization, 0, {1}};
+  const LaunchConfig config = {
+      {blocks, 1, 1}, {function.threads, 1, 1}, function.lds, reinterpret_cast<void*>(stream), &early, 1};
+  return reinterpret_cast<LaunchEx>(driver.launch_after)(&config, function.handle, arguments, nullptr);
+}
+
 }  // namespace
 
-int gpu_launch(const GpuDriver& driver, const GpuFunction& function, unsigned blocks, uint64_t stream,
-               void* argument) {
+int gpu_launch(const GpuDriver& driver, const GpuFunction& function, unsigned blocks, uint64_t stream, void* argument,
+               bool follows) {
   if (blocks == 0) return 0;
   const Current current(driver);
   if (current.error()) return current.error();
   void* arguments[] = {argument};
+  if (follows && driver.launch_after) return launch_follower(driver, function, blocks, stream, arguments);
   return driver.launch(function.handle, blocks, 1, 1, function.threads, 1, 1, function.lds,
                        reinterpret_cast<void*>(stream), arguments, nullptr);
 }

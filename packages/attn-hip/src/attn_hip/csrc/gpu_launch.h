@@ -13,6 +13,7 @@ struct GpuDriver {
   using Launch = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**,
                          void**);
   Launch launch;
+  void* launch_after;  // cuLaunchKernelEx, where the driver lets a kernel start before the one ahead of it is done
   // CUDA: cuCtxGetCurrent(void**) and cuCtxSetCurrent(void*); HIP: hipGetDevice(int*) and hipSetDevice(int).
   void* get_current;
   void* set_current;
@@ -27,7 +28,9 @@ struct GpuFunction {
 };
 
 // Runs a function on its own device, whatever device is current, and leaves the current one as it was. `argument` is
-// the kernel's one argument. Launches nothing for no blocks. Returns the driver's error code, 0 for none.
-int gpu_launch(const GpuDriver& driver, const GpuFunction& function, unsigned blocks, uint64_t stream, void* argument);
+// the kernel's one argument. `follows`: the kernel waits itself for the one launched before it (await_leader), so it may
+// start earlier. Launches nothing for no blocks. Returns the driver's error code, 0 for none.
+int gpu_launch(const GpuDriver& driver, const GpuFunction& function, unsigned blocks, uint64_t stream, void* argument,
+               bool follows = false);
 
 }  // namespace attn

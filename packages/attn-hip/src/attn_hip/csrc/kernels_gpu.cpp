@@ -58,7 +58,8 @@ ATTN_DEVICE void join_parts(const AttendParams& p, const Rows& rows, Tile& tile,
 
 // Whether a block that is done takes another item. A captured grid can then be as small as what runs side by side: the
 // surplus blocks of a larger one cost time, and where they fill every multiprocessor some first blocks share one.
-constexpr bool kTurns = kTakesTurns && ATTN_TILE == 16 && !ATTN_GENERAL && !ATTN_KV;
+// Not where registers are full.
+constexpr bool kTurns = kTakesTurns && !ATTN_GENERAL && !ATTN_KV && (ATTN_TILE == 16 || ATTN_D <= 128);
 
 ATTN_DEVICE void run_item(const AttendLaunch& launch, const WorkItem& item, Shared shared) {
   const AttendParams& p = launch.params;
@@ -84,6 +85,7 @@ void ATTN_ENTRY(ATTN_ARGUMENT attn::AttendLaunch launch) {
   WorkItem item = launch.items[block_index()];  // there is one, be it left over from another plan
   const int count = launch.counts[0];
   if (block_index() >= count) return;
+  if constexpr (ATTN_TILE > 16) start_follower();  // the merge kernel; low tiles are joined here
   if constexpr (!kTurns) {
     run_item(launch, item, (Shared)shared);
     return;

@@ -60,22 +60,53 @@ ATTN_DEVICE void append_row(const AppendParams& p, int64_t row) {
 }  // namespace attn
 
 #if ATTN_KERNEL == 1
+namespace attn {
+
+constexpr int kMostMergeRows = 16;  // of a block
+
+// Packed rows of a block: few, so that many waves share what is to be read, unless that takes more blocks than there are.
+ATTN_DEVICE int merge_rows_of(int tile_q, int merges) {
+  int rows = kLeastMergeRows;
+  while (rows < kMostMergeRows && merges * (tile_q / rows) > block_count()) rows *= 2;
+  return rows;
+}
+
+// Joins rows [first, first + most) of a tile, as far as there are any.
+ATTN_DEVICE void merge_part(const AttendParams& p, const MergeItem& item, int first, int most, Shared shared) {
+  const Rows rows = rows_of(p, item.request, item.q_tile);
+  const int count = least(rows.count - first, most);
+#if ATTN_NVIDIA
+  if (p.head_dim_vo <= 128) {  // leaves registers for twice as many loads
+    merge_rows<WaveMerge<128, 4>, kWaves>(p, item, rows, first, count, p.head_dim_vo, shared);
+    return;
+  }
+#endif
+  merge_rows<WaveMerge<kMostMergeDims, 1>, kWaves>(p, item, rows, first, count, p.head_dim_vo, shared);
+}
+
+}  // namespace attn
+
+// A grid that is smaller than the parts there are goes over them in rounds, where kTakesTurns.
 extern "C" ATTN_GLOBAL ATTN_BLOCK(attn::kThreads, 4, attn::kBlocks)
 void attn_merge(ATTN_ARGUMENT attn::MergeLaunch launch) {
   using namespace attn;
-  using Merge = WaveMerge<kMostMergeDims, 1>;
 #if ATTN_NVIDIA
-  ATTN_SHARED char shared[kWaves * Merge::kBytes];
+  ATTN_SHARED char shared[kWaves * WaveMerge<kMostMergeDims, 1>::kBytes];
 #else
   const Shared shared = nullptr;
 #endif
   const AttendParams& p = launch.params;
-  const int blocks = p.tile_q / kMergeRows, at = block_index() / blocks;
-  const MergeItem item = launch.items[at];
-  if (at >= launch.counts[1] || (kJoinsParts && !item.launched)) return;
-  const Rows rows = rows_of(p, item.request, item.q_tile);
-  const int first = (block_index() - at * blocks) * kMergeRows, count = least(rows.count - first, kMergeRows);
-  merge_rows<Merge, kWaves>(p, item, rows, first, count, p.head_dim_vo, (Shared)shared);
+  const int merges = launch.counts[1], launched = launch.counts[5];
+  await_leader();  // also where nothing is left to do: who follows this kernel relies on both
+  if (launched == 0) return;
+  const int each = merge_rows_of(p.tile_q, merges), parts = p.tile_q / each;
+  for (int i = block_index(); i < merges * parts; i += block_count()) {
+    const int at = i / parts;
+    const MergeItem item = launch.items[at];
+    if (!kJoinsParts || item.launched) merge_part(p, item, (i - at * parts) * each, each, (Shared)shared);
+    if constexpr (!kTakesTurns) return;
+    barrier();  // before memory serves the next rows
+  }
 }
 #elif ATTN_KERNEL == 2
 extern "C" ATTN_GLOBAL ATTN_BLOCK(256, 4, 4) void attn_append(ATTN_ARGUMENT attn::AppendParams p) {

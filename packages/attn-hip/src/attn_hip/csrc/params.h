@@ -63,9 +63,6 @@ struct WorkItem {
   int32_t merge;  // slot >= 0: the MergeItem of KV head kv_head, which those of its other heads follow
 };
 
-// A block of a GPU's merge kernel joins this many packed rows, so a tile takes tile_q / kMergeRows blocks.
-constexpr int kMergeRows = 16;
-
 // Joins partials [first_slot, first_slot + num_slots * slot_stride) of one tile and one KV head, in that order,
 // into out and lse. num_slots >= 1.
 struct MergeItem {
@@ -126,11 +123,12 @@ struct AttendParams {
 struct AttendLaunch {
   AttendParams params;
   const WorkItem* items;
-  int32_t* counts;        // [5] items, merges, slots, KV heads of the widest item; items taken by blocks that were done
+  int32_t* counts;        // [6] items, merges, slots, KV heads of the widest item; items taken by blocks that were done;
+                          // merges that are launched
   MergeItem* merges;      // for kernels that join partials themselves
 };
 
-// The same of the kernel that joins partials: block b runs items[b], up to counts[1].
+// The same of the kernel that joins partials: blocks share the rows of items[0, counts[1]).
 struct MergeLaunch {
   AttendParams params;
   const MergeItem* items;
