@@ -141,7 +141,7 @@ def test_which_tiles_join_their_partials() -> None:
     """Plans of low tiles launch once; whatever a tile is, one on AMD leaves it to the merge kernel."""
     assert {v.tile_q for v in variants.attend_variants("sm_90") if variants.joins_all(v)} == {16}
     assert all(variants.joins_all(v) for v in variants.attend_variants("sm_90") if v.tile_q == 16)
-    assert {v.name.split("_")[-2] for v in variants.attend_variants("sm_90") if v.joins == 2} == {"64", "128"}
+    assert {v.name.split("_")[3] for v in variants.attend_variants("sm_90") if v.joins == 2} == {"64", "128"}
     assert not any(v.joins for arch in ("gfx942", "gfx950") for v in variants.attend_variants(arch))
 
 
@@ -151,10 +151,14 @@ def test_blocks_that_take_turns_are_as_many_as_shared_memory_holds(dim: int, tur
     found = {v.name: v for v in variants.attend_variants("sm_90")}
     plain = found[f"attend_bf16_same_{dim}_16"]
     assert plain.turns == turns
-    assert {v.turns for v in found.values() if v.tile_q > 16 or "same" not in v.name} == {0}
+    paired = {v for v in found.values() if v.name.endswith("_paired")}
+    assert {(v.tile_q, v.turns, v.blocks, v.step, v.threads) for v in paired} == {(64, 1, 1, 128, 256)}
+    others = {v for v in found.values() if v.tile_q > 16 or "same" not in v.name} - paired
+    assert {(v.turns, v.blocks, v.step, v.threads) for v in others} == {(0, 2, 64, 128)}
     captured = SimpleNamespace(graph=object(), target=SimpleNamespace(num_cus=132))
     eager = SimpleNamespace(graph=None, target=captured.target)
     most = 132 * turns - (turns > 1)
     assert [plan._grid(captured, plain, n) for n in (1, most, most + 1, 5000)] == [1, most, most, most]
     assert plan._grid(eager, plain, 5000) == 5000
-    assert plan._grid(captured, found["attend_bf16_same_128_64"], 5000) == 5000
+    assert plan._grid(captured, found["attend_bf16_same_128_64_paired"], 5000) == 132
+    assert plan._grid(captured, found["attend_bf16_same_128_128"], 5000) == 5000

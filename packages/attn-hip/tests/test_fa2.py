@@ -19,7 +19,7 @@ from attn_core.problem import AttentionProblem, Op, PagedKV
 from attn_core.query import GraphLimits, Query
 from attn_core.reasons import Reason
 from attn_core.target import DeviceTarget, parse_target
-from attn_hip import build, codes, variants
+from attn_hip import build, codes, plan, variants
 from attn_hip.backend import Fa2Backend
 from attn_hip.host import Host
 from attn_hip.plan import Style, style_of
@@ -172,6 +172,24 @@ def test_a_verify_takes_the_tallest_tile_where_two_lower_ones_would_read_its_key
         assert style.tile_q == tile
         assert style.joined == (2**31 - 1 if tile == 16 else 2)
         assert style_of(native, query(parse_target("gfx942"), q_len, captured)).joined == 0
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_block_that_has_a_multiprocessor_to_itself_takes_a_tile_whole(native: Any, captured: bool) -> None:
+    """128 tiles on 132 of them: nothing is split, which the smaller blocks of fp8 need."""
+    target, kv = parse_target("sm_90:132"), torch.full((16,), 8192, dtype=torch.int32)
+    lower = torch.arange(17, dtype=torch.int32)
+    batch = paged_batch(8, lower * 512, torch.arange(8192).int(), torch.full((16,), 16).int(), 16)
+    limits = GraphLimits(16, 128, 8192) if captured else None
+    paired = Query(target, query(target, 8, False).problem, batch.shape, limits)
+    narrow = replace(paired, problem=replace(paired.problem, kv_dtype=torch.float8_e4m3fn))
+    assert batch.kv_len.equal(kv)
+    for asked, step, items in ((paired, 128, 128), (narrow, 64, 256)):
+        style = style_of(native, asked)
+        assert (style.tile_q, style.kv_tile, style.min_chunk, style.fine) == (64, step, step, step)
+        cut = plan._cut(native, asked, batch, style)
+        assert cut.image["counts"][0] == items
+        assert cut.launched is captured
 
 
 def test_a_batch_invariant_prefill_has_one_tile(native: Any) -> None:

@@ -111,18 +111,18 @@ def test_random_plans_one_after_another(q_len: int) -> None:
         assert not arrived(wrapper).any()
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_more_items_than_blocks(dim: int) -> None:
+@pytest.mark.parametrize(("dim", "q_len"), [(64, 1), (128, 1), (256, 1), (64, 20), (128, 20)])
+def test_more_items_than_blocks(dim: int, q_len: int) -> None:
     """Blocks of a captured grid take the items that are left, each once, and leave the count at 0."""
     make = torch.Generator("cuda").manual_seed(dim)
     batch, heads = 150, 16
     kv = torch.randn(PAGES, 2, PAGE, heads, dim, generator=make, device="cuda").to(TYPE)
-    q = torch.randn(batch, heads, dim, generator=make, device="cuda").to(TYPE)
+    q = torch.randn(batch * q_len, heads, dim, generator=make, device="cuda").to(TYPE)
     world, draw, found = World(), Random(dim), []
-    d = Decode(world, batch)
+    d = Decode(world, batch, q_len)
     for _ in range(3):
-        table = world.table((700, *(draw.randrange(1, 33) for _ in range(batch - 1))))
-        options: dict[str, Any] = {"q_data_type": TYPE}
+        table = world.table((700, *(draw.randrange(q_len, 33) for _ in range(batch - 1))))
+        options: dict[str, Any] = {"q_data_type": TYPE, "q_len_per_req": q_len}
         d.wrapper.plan(*table, heads, heads, dim, PAGE, **options)
         out, lse = d.wrapper.run(q, kv, return_lse=True)
         graph = capture(partial(d.wrapper.run, q, kv, out=out, lse=lse, return_lse=True))
@@ -143,6 +143,33 @@ def test_more_items_than_blocks(dim: int) -> None:
         found.append((want, oracle.run(q, kv, return_lse=True)))
     for got, wanted in found:
         close(got, wanted)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    ("q_len", "kv_len"), [(5, (1600, 1100)), (11, (1585, 80)), (16, (1599, 1281)), (30, (1600, 900))]
+)
+def test_two_partials_of_a_tall_tile(dim: int, q_len: int, kv_len: Lengths) -> None:
+    """Its last block joins them, full tile or not, with the bits of every run; a whole tile is as near."""
+    make, world = torch.Generator("cuda").manual_seed(dim + q_len), World()
+    kv = torch.randn(PAGES, 2, PAGE, KV_HEADS, dim, generator=make, device="cuda").to(TYPE)
+    q = torch.randn(2 * q_len, HEADS, dim, generator=make, device="cuda").to(TYPE)
+    table, found = world.table(kv_len), []
+    for backend, how in (
+        ("fa2", {"fixed_split_size": 50}),
+        ("fa2", {"disable_split_kv": True}),
+        ("reference", {}),
+    ):
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace(), use_tensor_cores=True, backend=backend)
+        wrapper.plan(*table, HEADS, KV_HEADS, dim, PAGE, q_data_type=TYPE, q_len_per_req=q_len, **how)
+        found.append(wrapper.run(q, kv, return_lse=True))
+        for _ in range(20):
+            same(wrapper.run(q, kv, return_lse=True), found[-1])
+        if "fixed_split_size" in how:
+            assert wrapper._state.launch.merges == 0
+            assert not arrived(wrapper).any()
+    close(found[0], found[2])
+    close(found[1], found[2])
 
 
 @pytest.mark.parametrize("dim", [40, 64, 72, 128, 160, 256])

@@ -26,7 +26,7 @@ _CPU_MIN_CHUNK = 512
 _GPU_KV_TILE, _GPU_FINE = 64, 16
 _GPU_MIN_CHUNK = {16: 128, 64: 256, 128: 256}
 _GPU_BLOCKS = 2
-"""Blocks that a compute unit runs side by side."""
+"""Blocks of a merge kernel that a multiprocessor runs side by side."""
 _HIP_MERGE_ROWS, _CUDA_MERGE_ROWS = 16, 4
 """Packed rows of a block that joins partials, at least."""
 NOT_MEASURED = (0, 0, 0, 0, 0, 0)
@@ -83,6 +83,8 @@ _H200 = {
     128: _Measured(80, 200, 290, 0, 1.3),
 }
 """By tile height. A block among few takes 80, 55, 36 keys of bfloat16, head_dim 128, in a microsecond."""
+_H200_PAIRED = _Measured(150, 110, 650, 0, 0.7)
+"""Of a tile whose block has a multiprocessor to itself."""
 
 
 def plan(native: Any, query: Query, batch: HostBatch) -> PlanResult:
@@ -170,7 +172,7 @@ def _cut(native: Any, query: Query, batch: HostBatch, style: Style) -> _Cut:
     problem, graph = query.problem, query.graph
     slot_bytes = 4 * style.tile_q * (problem.head_dim_vo + 1)
     slots = _UNLIMITED if query.workspace_bytes is None else query.workspace_bytes // slot_bytes
-    how = _input(native, problem, style, _workers(query), slots)
+    how = _input(native, problem, style, _workers(query, style.tile_q), slots)
     made = how.plan(batch.qo_indptr.data_ptr(), batch.kv_len.data_ptr(), query.batch.batch_size)
     if graph is None:
         sizes = (made.num_items, made.num_merges, made.num_slots)
@@ -181,9 +183,11 @@ def _cut(native: Any, query: Query, batch: HostBatch, style: Style) -> _Cut:
     return _Cut(*sizes, image, sizes[2] * slot_bytes, launched)
 
 
-def _workers(query: Query) -> int:
+def _workers(query: Query, tile: int) -> int:
     target = query.target
-    return max(1, target.num_cus) * (1 if target.kind == "cpu" else _GPU_BLOCKS)
+    if target.kind == "cpu":
+        return max(1, target.num_cus)
+    return max(1, target.num_cus) * variants.attend_variant(target.arch, query.problem, tile).blocks
 
 
 def style_of(native: Any, query: Query) -> Style:
@@ -192,10 +196,10 @@ def style_of(native: Any, query: Query) -> Style:
     group = problem.gqa_group_size
     if query.target.kind != "cpu":
         tile = _fitting(_wanted_tile(native, query), variants.tiles(query.target.arch, problem))
-        joined = variants.attend_variant(query.target.arch, problem, tile).joins
         if query.target.kind == "hip":
             return Style(tile, _GPU_KV_TILE, _GPU_MIN_CHUNK[tile], 1, _GPU_FINE)
-        return Style(tile, _GPU_KV_TILE, _GPU_KV_TILE, 1, _GPU_KV_TILE, _pace(query, tile), joined)
+        variant = variants.attend_variant(query.target.arch, problem, tile)
+        return Style(tile, variant.step, variant.step, 1, variant.step, _pace(query, variant), variant.joins)
     if graph is None:
         rows = shape.max_q_len
     elif problem.op in _DECODES:
@@ -220,18 +224,21 @@ def _wanted_tile(native: Any, query: Query) -> int:
     return int(native.cta_tile_q(total_q, batch, q_len, group, graph is not None))
 
 
-def _pace(query: Query, tile: int) -> tuple[int, int, int, int, int, int]:
+def _pace(query: Query, variant: variants.Variant) -> tuple[int, int, int, int, int, int]:
     """Return what was measured on an H200, for its number of multiprocessors."""
     problem, cus = query.problem, max(1, query.target.num_cus)
-    measured = _H200[tile]
+    paired = variant.blocks == 1
+    measured = _H200_PAIRED if paired else _H200[variant.tile_q]
     share = 1.0
-    if tile <= _PACKED_ROWS:  # bound by memory: of shorter rows more blocks are needed to ask for enough
+    if (
+        variant.tile_q <= _PACKED_ROWS
+    ):  # bound by memory: of shorter rows more blocks are needed to ask for enough
         row_bytes = (problem.head_dim_qk + problem.head_dim_vo) * problem.kv_dtype.itemsize
-        share = min(max(1.0, _KEY_BYTES / row_bytes), _GPU_BLOCKS / measured.saturated)
+        share = min(max(1.0, _KEY_BYTES / row_bytes), variant.blocks / measured.saturated)
     # The blocks of a large grid, as captured ones are, do not each begin on a multiprocessor of their own,
     # unless they take turns. A decode is cut for that always, so that a replay has the bits of an eager run.
-    turns = variants.attend_variant(query.target.arch, problem, tile).turns
-    spread = cus if turns or (query.graph is None and problem.op not in _DECODES) else 0
+    even = variant.turns or (query.graph is None and problem.op not in _DECODES)
+    spread = _MOST_ROWS if paired else cus if even else 0
     saturated = round(measured.saturated * share * cus)
     return measured.start, measured.part, measured.join, measured.gather, saturated, spread
 

@@ -12,9 +12,16 @@ from attn_core.problem import AttentionProblem, MaskMode, PosEncoding
 HEAD_DIMS = (64, 128, 256)
 """Head dims that kernels are built for; smaller ones are padded inside a kernel."""
 _HALVES = {torch.float16: ("fp16", 1), torch.bfloat16: ("bf16", 2)}
-_WAVES = 4
-_KEYS = 64
-"""Keys of a step on NVIDIA."""
+_WAVES, _PAIRED_WAVES = 4, 8
+_WAVE_KEYS = 16
+"""Keys of a step that a wave copies on NVIDIA."""
+PAIRS = True
+"""Whether NVIDIA has paired kernels: plain ones, in which two groups of waves share the keys of a step. One
+block then asks for as much as two, and fewer tiles are split."""
+_PAIRED_ROWS, _PAIRED_DIM = 64, 128
+"""Packed rows of a tile, and head dims up to which."""
+_RING_BYTES = 192 << 10
+"""Keys and values that a paired block has room for."""
 _SHARED_BYTES, _BLOCK_BYTES = 228 << 10, 1 << 10
 """Shared memory of a multiprocessor, and what each block takes besides its own."""
 _JOINED_ROWS, _JOINED_DIM = 16, 128
@@ -40,6 +47,8 @@ class Variant:
         joins: Partials of a tile, at most, that an attention kernel joins itself.
         turns: Blocks of a multiprocessor that suffice for any number of items, since each takes one after
             another; 0 where a block runs one item.
+        blocks: Blocks of an attention kernel that a multiprocessor runs side by side, as plans count on.
+        step: Keys that an attention kernel on NVIDIA takes at once.
     """
 
     name: str
@@ -52,6 +61,8 @@ class Variant:
     lds: int = 0
     joins: int = 0
     turns: int = 0
+    blocks: int = 2
+    step: int = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,31 +167,42 @@ def _shapes(arch: str) -> list[_Shape]:
 
 
 def _attend(arch: str, shape: _Shape) -> Variant:
-    lds = 0 if _is_amd(arch) else _dynamic_shared(shape)
+    paired = _paired(arch, shape)
+    waves = _PAIRED_WAVES if paired else _WAVES
+    name = f"{shape.name}_paired" if paired else shape.name
+    lds = 0 if _is_amd(arch) else _dynamic_shared(shape, paired=paired)
     defines = (
         f"ATTN_Q={_HALVES[shape.dtype][1]}",
         f"ATTN_KV={int(shape.fp8)}",
         f"ATTN_D={shape.head_dim}",
         f"ATTN_TILE={shape.tile_q}",
         f"ATTN_WIDE={int(shape.plain and _wide(arch, shape.head_dim))}",
+        f"ATTN_WAVES={waves}",
         f"ATTN_GENERAL={int(shape.general)}",
-        f"ATTN_ENTRY={shape.name}",
+        f"ATTN_ENTRY={name}",
         *((f"ATTN_LDS={lds}",) if lds else ()),
     )
-    threads = _WAVES * (64 if _is_amd(arch) else 32)
+    threads = waves * (64 if _is_amd(arch) else 32)
     room = shape.tile_q == _JOINED_ROWS or shape.head_dim <= _JOINED_DIM
     turns = _SHARED_BYTES // (lds + _BLOCK_BYTES) if lds and shape.plain and room else 0
     return Variant(
-        shape.name,
+        name,
         "kernels_gpu.cpp",
         defines,
-        shape.name,
+        name,
         threads,
         shape.tile_q,
         lds=lds,
         joins=_joins(arch, shape),
         turns=turns,
+        blocks=1 if paired else 2,
+        step=waves * _WAVE_KEYS,
     )
+
+
+def _paired(arch: str, shape: _Shape) -> bool:
+    tile = shape.tile_q == _PAIRED_ROWS and shape.head_dim <= _PAIRED_DIM
+    return PAIRS and tile and shape.plain and not _is_amd(arch)
 
 
 def _joins(arch: str, shape: _Shape) -> int:
@@ -196,9 +218,11 @@ def joins_all(variant: Variant) -> bool:
     return variant.joins == _ANY_PARTS
 
 
-def _dynamic_shared(shape: _Shape) -> int:
+def _dynamic_shared(shape: _Shape, *, paired: bool) -> int:
     """Return what kernels_gpu.cpp asserts of NVIDIA: a ring of steps, and q."""
     row = 2 * shape.head_dim
+    if paired:
+        return _RING_BYTES + shape.tile_q * row
     short = shape.tile_q == 128 or (shape.tile_q == 64 and shape.head_dim > 128)
     steps = 1 if not shape.plain else 2 if short else 3
-    return steps * 2 * _KEYS * row + shape.tile_q * row
+    return steps * 2 * _WAVES * _WAVE_KEYS * row + shape.tile_q * row

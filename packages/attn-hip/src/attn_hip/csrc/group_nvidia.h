@@ -80,6 +80,8 @@ struct GroupProducts {
       for (int e = 0; e < 8; e++) asm volatile("" : "+f"(c[i].x[e]));
     }
   }
+  // A barrier of group `group` of the block alone; barrier() is number 0.
+  ATTN_MEMBER static void join(int group) { asm volatile("bar.sync %0,128;" : : "r"(group + 1) : "memory"); }
   // What this thread wrote into shared memory can be seen by products from the next barrier on.
   ATTN_MEMBER static void show() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 };

@@ -10,6 +10,7 @@
 //   ATTN_D        head dim, or what smaller ones are padded to: 64, 128, 256
 //   ATTN_TILE     packed rows: 16 to 128
 //   ATTN_WIDE     1: waves take two blocks of 16 rows where the tile has more than 64
+//   ATTN_WAVES    of a block: 4, or 8 in two groups that share the keys of a step (NVIDIA, plain, 64 rows)
 //   ATTN_GENERAL  0: causal and window only, head dims of ATTN_D; 1: everything
 //   ATTN_ENTRY    name of the kernel
 #include "merge_gpu.h"
@@ -17,7 +18,7 @@
 
 namespace attn {
 
-constexpr int kWaves = 4;
+constexpr int kWaves = ATTN_WAVES;
 // Two row blocks for a wave halve what it reads from shared memory, at the price of registers.
 constexpr int kRowBlocks = ATTN_TILE <= 64 || !ATTN_WIDE ? 1 : 2;
 constexpr int kKeyGroups = 16 * kRowBlocks * kWaves / ATTN_TILE;
@@ -32,7 +33,7 @@ static_assert(Tile::kHeight == ATTN_TILE, "tiles are of the planned height");
 // What registers should leave room for: waves of a SIMD, blocks of a multiprocessor.
 constexpr int kSimdWaves = kKeyGroups == kWaves && !ATTN_GENERAL ? (ATTN_D <= 128 ? 4 : 2)
                            : ATTN_GENERAL && ATTN_D == 256 && ATTN_TILE == 16 ? 1 : 2;
-constexpr int kBlocks = ATTN_D == 256 ? 1 : ATTN_TILE == 16 && ATTN_D == 64 && !ATTN_GENERAL ? 4 : 2;
+constexpr int kBlocks = ATTN_D == 256 || ATTN_WAVES == 8 ? 1 : ATTN_TILE == 16 && ATTN_D == 64 && !ATTN_GENERAL ? 4 : 2;
 // Few rows, or few partials, are joined by the block that writes the last of them, which saves a launch; more keep more
 // blocks busy. Tall and wide tiles leave no registers for that.
 constexpr bool kJoins = kJoinsParts && (ATTN_TILE == 16 || ATTN_D <= 128);

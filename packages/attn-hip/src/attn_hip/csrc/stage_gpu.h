@@ -1,7 +1,7 @@
 // The way of keys and values from the cache into shared memory, one step at a time and ahead of its use.
 //
 // The waves of a block form KeyGroups groups, each with its share of the keys of a step and panels for them. Each wave
-// moves kWaveKeys keys into its group's panels.
+// moves kWaveKeys keys into its group's panels, so a group waits for nobody else.
 // A line travels one of three ways:
 //   async    the hardware copies it into a ring of Steps panels (NVIDIA, cache of the query's type);
 //   ahead    it waits in registers for the panel to be free: one step is on its way while the last is worked on;
@@ -80,13 +80,14 @@ template <class E, int D, int Waves, int KeyGroups, int Steps, bool General, boo
 class Stager : KeptWave {
  public:
   static constexpr bool kAlone = KeyGroups == Waves;  // each wave is a group
+  static constexpr int kGroupWaves = Waves / KeyGroups;
   static constexpr int kWaveKeys = kHasAsyncCopy || D < 256 || kAlone ? 16 : 8;
   static constexpr int kKeys = Waves * kWaveKeys, kPanelKeys = kKeys / KeyGroups;
   using Frags = Fragments<E, D, kPanelKeys>;
   static constexpr bool kAsync = kHasAsyncCopy && !General && !Fp8;
   static constexpr bool kAhead = !kAsync && (kHasAsyncCopy ? D < 256 : !kAlone && !(General && D == 256));
-  // Whether the waves of the block work on one product together, with panels for operands.
-  static constexpr bool kTogether = kHasGroupProducts && kAsync && KeyGroups == 1 && D <= 128;
+  // Whether the four waves of a group work on one product together, with panels for operands.
+  static constexpr bool kTogether = kHasGroupProducts && kAsync && kGroupWaves == 4 && D <= 128;
   static constexpr int kStages = kAsync ? Steps : 1;
   // Keys go from the cache to where the product wants them, without a panel between.
   static constexpr bool kDirect = kKeysFromGlobal && kAlone && !General;
@@ -149,6 +150,7 @@ class Stager : KeptWave {
   ATTN_MEMBER Shared values() const { return keys() + kKeyBytes; }
   ATTN_MEMBER void join() const {
     if constexpr (kAlone) wave_barrier();
+    else if constexpr (KeyGroups > 1) GroupProducts<E, D>::join(key_group());
     else barrier();
   }
 
@@ -159,8 +161,15 @@ class Stager : KeptWave {
   static constexpr int kKeyLines = kLines * 16 / kWave;    // of a lane where kDirect
   static_assert(kRows >= 1, "a wave has work for every lane");
 
-  ATTN_MEMBER static int key_group(int wave) { return KeyGroups == 1 ? 0 : wave % KeyGroups; }
-  ATTN_MEMBER static int row_group(int wave) { return kAlone ? 0 : wave / KeyGroups; }
+  // A group is four neighbouring waves where there are eight, for what such neighbours do at once.
+  ATTN_MEMBER static int key_group(int wave) {
+    if constexpr (KeyGroups == 1) return 0;
+    else return kAlone ? wave % KeyGroups : wave / kGroupWaves;
+  }
+  ATTN_MEMBER static int row_group(int wave) {
+    if constexpr (KeyGroups == 1) return wave;
+    else return kAlone ? 0 : wave % kGroupWaves;
+  }
   // Places in shared memory, which depend on the wave, stay in registers where there are some; else they are worked out
   // at every step.
   static constexpr bool kKeepsPlaces = !General && (!kAlone || D <= 64);

@@ -3,8 +3,8 @@
 // Waves share the work in two ways. KeyGroups groups of them each take a share of the keys of a step; what they find is
 // joined at the end. The waves of a group take 16 * Blocks packed rows each.
 //   KeyGroups = Waves   decode, where reading the cache is all that counts and no wave should wait for another
+//   KeyGroups = 2       verify: one block asks for all that keeps a multiprocessor busy, so fewer tiles are split
 //   KeyGroups = 1       prefill
-//
 // General: any features and any head dims up to D; else head dims are D, and position and mask kMaskNone or causal.
 #pragma once
 #include "attend.h"
@@ -22,8 +22,8 @@ struct OneRow : T {
 
 template <class E, int D, int Blocks, int Waves, int KeyGroups, bool General, bool Fp8>
 class GpuTile {
-  // A ring is as long as memory of a block allows where two run side by side.
-  static constexpr int kSteps = KeyGroups == Waves || (Blocks == 1 && D <= 128) ? 3 : 2;
+  // A ring is as long as memory of a block allows where two run side by side, or one that is paired.
+  static constexpr int kSteps = KeyGroups == 2 ? 384 / D : KeyGroups == Waves || (Blocks == 1 && D <= 128) ? 3 : 2;
   using Stage = Stager<E, D, Waves, KeyGroups, kSteps, General, Fp8>;
   using Frags = typename Stage::Frags;
   using Group = GroupProducts<E, D>;
@@ -212,7 +212,7 @@ class GpuTile {
   // Until everything of the block is written, and its memory free.
   ATTN_MEMBER void finish() { stage_.finish(); }
   // Behind close() of the last one of them: writes the tile's rows from the partials of all its chunks, which are there.
-  static constexpr bool kTakesParts = KeyGroups == 1;
+  static constexpr bool kTakesParts = KeyGroups <= 2;
   ATTN_MEMBER void take_parts(const MergeItem& merge);
   ATTN_MEMBER void close(float scale) {
     const AttendParams& p = late(p_);
@@ -221,6 +221,7 @@ class GpuTile {
       ATTN_UNROLL
       for (int u = 0; u < kUnits; u++) settle(units_[u].state);
     }
+    if constexpr (kTogether) await_all();
     if constexpr (KeyGroups > 1 && kJoinsByRow) {
       join_rows(p, left, scale);
       return;
@@ -229,7 +230,6 @@ class GpuTile {
       join_groups(left);
       if (Stage::key_group() != 0) return;
     }
-    if constexpr (kTogether) await_all();
     ATTN_UNROLL
     for (int u = 0; u < kUnits; u++) {
       ATTN_UNROLL

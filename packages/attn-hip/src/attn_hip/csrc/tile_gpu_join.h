@@ -4,34 +4,38 @@
 
 namespace attn {
 
-// Every lane sums the elements that it has of a product, in the order of the chunks, whichever of them was last.
+// Every lane sums the elements that it has of a product, in the order of the chunks, whichever of them was last. Of the
+// rows of a lane each key group takes its share, into the first places of `unit`.
 template <class E, int D, int Blocks, int Waves, int KeyGroups, bool General, bool Fp8>
 ATTN_MEMBER void GpuTile<E, D, Blocks, Waves, KeyGroups, General, Fp8>::take_parts(const MergeItem& merge) {
   const AttendParams& p = late(p_);
   const int dims = General ? p.head_dim_vo : D;
   const int64_t step = int64_t(merge.slot_stride) * p.tile_q;
+  constexpr int mine = kRows / KeyGroups;
+  static_assert(mine * KeyGroups == kRows, "key groups have equal shares of rows");
+  const int from = Stage::key_group() * mine;
   WorkItem whole = item_;
   whole.slot = -1;
   ATTN_UNROLL
   for (int u = 0; u < kUnits; u++) {
     Unit& unit = units_[u];
-    int64_t first[kRows];
-    float base[kRows], top[kRows], sum[kRows];
+    int64_t first[mine];
+    float base[mine], top[mine], sum[mine];
     ATTN_UNROLL
-    for (int r = 0; r < kRows; r++) {
-      first[r] = int64_t(merge.first_slot) * p.tile_q + least(row_at(u, r), last_) - rows_.first;
+    for (int r = 0; r < mine; r++) {
+      first[r] = int64_t(merge.first_slot) * p.tile_q + least(row_at(u, from + r), last_) - rows_.first;
       top[r] = -kInfinity, sum[r] = 0.f;
     }
     ATTN_UNROLL_BY(4)
     for (int i = 0; i < merge.num_slots; i++) {
       ATTN_UNROLL
-      for (int r = 0; r < kRows; r++) {
+      for (int r = 0; r < mine; r++) {
         const float lse = load_partial(p.partial_lse + first[r] + i * step);
         top[r] = lse > top[r] || lse != lse ? lse : top[r];  // not a number wins, as its sums should
       }
     }
     ATTN_UNROLL
-    for (int r = 0; r < kRows; r++) base[r] = top[r] == -kInfinity ? 0.f : top[r];
+    for (int r = 0; r < mine; r++) base[r] = top[r] == -kInfinity ? 0.f : top[r];
     ATTN_UNROLL
     for (int b = 0; b < kUnitBlocks; b++) {
       ATTN_UNROLL
@@ -40,16 +44,16 @@ ATTN_MEMBER void GpuTile<E, D, Blocks, Waves, KeyGroups, General, Fp8>::take_par
     ATTN_ROLL
     for (int i = 0; i < merge.num_slots; i++) {
       ATTN_UNROLL
-      for (int r = 0; r < kRows; r++) {
+      for (int r = 0; r < mine; r++) {
         const float weight = exp2(load_partial(p.partial_lse + first[r] + i * step) - base[r]);
         sum[r] += weight;
         add_part(unit, r, p.partial_out + (first[r] + i * step) * dims, dims, weight);
       }
     }
     ATTN_UNROLL
-    for (int r = 0; r < kRows; r++) {
+    for (int r = 0; r < mine; r++) {
       unit.state.top[r] = top[r], unit.state.sum[r] = sum[r];
-      write_unit_row(p, unit, r, row_at(u, r), 1.f, 1.f, &whole);
+      write_unit_row(p, unit, r, row_at(u, from + r), 1.f, 1.f, &whole);
     }
   }
 }
@@ -92,7 +96,7 @@ ATTN_MEMBER void GpuTile<E, D, Blocks, Waves, KeyGroups, General, Fp8>::join_row
     if (frag_col(0) == 0) join.put_state(Stage::key_group(), row, unit.state.top[r], unit.state.sum[r]);
   }
   barrier();
-  ATTN_ROLL
+  ATTN_UNROLL_BY(KeyGroups == 2 ? 2 : 1)
   for (int row = wave_index(); row < rows_.count; row += Waves) {
     RowState<OneRow<GpuTile>> state;
     float out[Join::kEach];
