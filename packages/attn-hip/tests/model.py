@@ -92,7 +92,14 @@ def plan(native: Any, asked: Asked) -> Made:
     merges = torch.full((made.num_merges, native.ITEM_WORDS), -7, dtype=torch.int32)
     counts = torch.full((native.COUNT_WORDS,), -7, dtype=torch.int32)
     made.write(items.data_ptr(), merges.data_ptr(), counts.data_ptr())
-    assert counts.tolist() == [made.num_items, made.num_merges, made.num_slots, made.max_heads, 0, made.num_launched]
+    assert counts.tolist() == [
+        made.num_items,
+        made.num_merges,
+        made.num_slots,
+        made.max_heads,
+        0,
+        made.num_launched,
+    ]
     assert made.num_launched == sum(Merge(*row).launched for row in merges.tolist())
     return Made(
         [Item(*row) for row in items.tolist()], [Merge(*row) for row in merges.tolist()],

@@ -147,13 +147,15 @@ def test_which_tiles_join_their_partials() -> None:
 
 @pytest.mark.parametrize(("dim", "turns"), [(64, 4), (128, 2), (256, 1)])
 def test_blocks_that_take_turns_are_as_many_as_shared_memory_holds(dim: int, turns: int) -> None:
-    """One block less in all, where a multiprocessor has several; other kernels, and eager plans, get all."""
+    """One block less in all, where a multiprocessor has several; kernels of any feature, and eager plans, get all."""
     found = {v.name: v for v in variants.attend_variants("sm_90")}
     plain = found[f"attend_bf16_same_{dim}_16"]
     assert plain.turns == turns
     paired = {v for v in found.values() if v.name.endswith("_paired")}
     assert {(v.tile_q, v.turns, v.blocks, v.step, v.threads) for v in paired} == {(64, 1, 1, 128, 256)}
-    others = {v for v in found.values() if v.tile_q > 16 or "same" not in v.name} - paired
+    tall = {v for v in found.values() if v.tile_q == 128}
+    assert {(v.turns, v.blocks, v.step, v.threads) for v in tall} == {(2, 2, 64, 128)}
+    others = {v for v in found.values() if v.tile_q > 16 or "same" not in v.name} - paired - tall
     assert {(v.turns, v.blocks, v.step, v.threads) for v in others} == {(0, 2, 64, 128)}
     captured = SimpleNamespace(graph=object(), target=SimpleNamespace(num_cus=132))
     eager = SimpleNamespace(graph=None, target=captured.target)
@@ -161,4 +163,5 @@ def test_blocks_that_take_turns_are_as_many_as_shared_memory_holds(dim: int, tur
     assert [plan._grid(captured, plain, n) for n in (1, most, most + 1, 5000)] == [1, most, most, most]
     assert plan._grid(eager, plain, 5000) == 5000
     assert plan._grid(captured, found["attend_bf16_same_128_64_paired"], 5000) == 132
+    assert plan._grid(captured, found["attend_bf16_same_64_128"], 5000) == 263
     assert plan._grid(captured, found["attend_bf16_same_128_128"], 5000) == 5000

@@ -13,6 +13,8 @@ HEAD_DIMS = (64, 128, 256)
 """Head dims that kernels are built for; smaller ones are padded inside a kernel."""
 _HALVES = {torch.float16: ("fp16", 1), torch.bfloat16: ("bf16", 2)}
 _WAVES, _PAIRED_WAVES = 4, 8
+_BLOCKS = 2
+"""Blocks that a compute unit runs side by side."""
 _WAVE_KEYS = 16
 """Keys of a step that a wave copies on NVIDIA."""
 PAIRS = True
@@ -183,8 +185,7 @@ def _attend(arch: str, shape: _Shape) -> Variant:
         *((f"ATTN_LDS={lds}",) if lds else ()),
     )
     threads = waves * (64 if _is_amd(arch) else 32)
-    room = shape.tile_q == _JOINED_ROWS or shape.head_dim <= _JOINED_DIM
-    turns = _SHARED_BYTES // (lds + _BLOCK_BYTES) if lds and shape.plain and room else 0
+    blocks = 1 if paired else _BLOCKS
     return Variant(
         name,
         "kernels_gpu.cpp",
@@ -194,10 +195,19 @@ def _attend(arch: str, shape: _Shape) -> Variant:
         shape.tile_q,
         lds=lds,
         joins=_joins(arch, shape),
-        turns=turns,
-        blocks=1 if paired else 2,
+        turns=_turns(shape, lds, blocks),
+        blocks=blocks,
         step=waves * _WAVE_KEYS,
     )
+
+
+def _turns(shape: _Shape, lds: int, blocks: int) -> int:
+    """Return how many blocks a multiprocessor holds, of a kernel whose blocks take turns."""
+    low = shape.tile_q == _JOINED_ROWS
+    if not (lds and shape.plain and (low or shape.head_dim <= _JOINED_DIM)):
+        return 0
+    fit = _SHARED_BYTES // (lds + _BLOCK_BYTES)
+    return fit if low else min(fit, blocks)  # tall tiles fill the registers
 
 
 def _paired(arch: str, shape: _Shape) -> bool:
