@@ -147,7 +147,7 @@ def _grid(query: Query, variant: variants.Variant, items: int) -> int:
 
 
 def _merge_grid(query: Query, tile: int, merges: int) -> int:
-    """Return the blocks that join up to ``merges`` tiles; those of NVIDIA take as many in turns as there are."""
+    """Return the blocks that join up to ``merges`` tiles; those of NVIDIA take what there is in turns."""
     if query.target.kind == "hip":
         return merges * (tile // _HIP_MERGE_ROWS)
     return min(merges * (tile // _CUDA_MERGE_ROWS), _GPU_BLOCKS * max(1, query.target.num_cus))
