@@ -49,7 +49,7 @@ class Asked:
     max_slots: int = -1
     joined: int = 0
     fine: int = 0
-    pace: tuple[int, int, int, int, int, int] = (0, 0, 0, 0, 0, 0)
+    pace: tuple[int, ...] = (0,) * 7
 
     def packed(self, request: int) -> int:
         return self.q_len[request] * self.group

@@ -153,9 +153,9 @@ def test_blocks_that_take_turns_are_as_many_as_shared_memory_holds(dim: int, tur
     assert plain.turns == turns
     paired = {v for v in found.values() if v.name.endswith("_paired")}
     assert {(v.tile_q, v.turns, v.blocks, v.step, v.threads) for v in paired} == {(64, 1, 1, 128, 256)}
-    tall = {v for v in found.values() if v.tile_q == 128}
+    tall = {found[f"attend_bf16_same_{d}_{tile}"] for d in (64, 128) for tile in (64, 128)}
     assert {(v.turns, v.blocks, v.step, v.threads) for v in tall} == {(2, 2, 64, 128)}
-    others = {v for v in found.values() if v.tile_q > 16 or "same" not in v.name} - paired - tall
+    others = {v for v in found.values() if "same" not in v.name or "256_64" in v.name}
     assert {(v.turns, v.blocks, v.step, v.threads) for v in others} == {(0, 2, 64, 128)}
     captured = SimpleNamespace(graph=object(), target=SimpleNamespace(num_cus=132))
     eager = SimpleNamespace(graph=None, target=captured.target)

@@ -192,6 +192,48 @@ def test_a_block_that_has_a_multiprocessor_to_itself_takes_a_tile_whole(native: 
         assert cut.launched is captured
 
 
+def test_paired_blocks_are_for_whole_tiles_that_fill_the_device(native: Any) -> None:
+    target = parse_target("sm_90:132")
+
+    def paired(batch: int, q_len: int = 8, **made: Any) -> bool:
+        problem = query(target, q_len, False, **made).problem
+        pages = torch.arange(batch + 1, dtype=torch.int32)
+        shape = paged_batch(
+            q_len, pages * 2, torch.arange(2 * batch).int(), torch.full((batch,), 16).int(), 16
+        ).shape
+        limits = GraphLimits(batch, batch * q_len, 2 * batch)
+        found = [style_of(native, Query(target, problem, shape, graph)).variant for graph in (None, limits)]
+        assert found[0] == found[1]
+        assert found[0] is not None
+        return found[0].blocks == 1
+
+    assert [paired(n) for n in (1, 13, 14, 16, 17, 64)] == [False, False, True, True, False, False]
+    assert [paired(16, q) for q in (1, 4, 5, 16, 17)] == [False, False, True, True, False]
+    # The sum of a row's keys must not depend on how many requests there are.
+    assert not paired(16, fixed_split_size=4)
+    assert not paired(16, disable_split_kv=True)
+    assert not paired(16, kv_dtype=torch.float8_e4m3fn)
+    assert not paired(16, logits_soft_cap=30.0)
+
+
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "tile"),
+    [(512, 2048, 64), (512, 2064, 128), (64, 2048, 64), (64, 2064, 128), (1024, 1024, 128), (528, 2048, 64)],
+)
+def test_a_short_prefill_takes_lower_tiles_if_all_run_at_once(
+    native: Any, q_len: int, kv_len: int, tile: int
+) -> None:
+    target = parse_target("sm_90:132")
+    problem = query(target, q_len, False, op=Op.PREFILL_PAGED).problem
+    ends, pages = torch.tensor([0, q_len]).int(), kv_len // 16
+    batch = paged_batch(
+        ends, torch.tensor([0, pages]).int(), torch.arange(pages).int(), torch.tensor([16]).int(), 16
+    )
+    assert style_of(native, Query(target, problem, batch.shape)).tile_q == tile
+    captured = Query(target, problem, batch.shape, GraphLimits(1, q_len, pages))
+    assert style_of(native, captured).tile_q == 128
+
+
 def test_a_batch_invariant_prefill_has_one_tile(native: Any) -> None:
     """A row's bits depend on the tile's height, so the other requests' rows must not choose it."""
     target = parse_target("gfx942")

@@ -17,7 +17,7 @@ from .model import Asked, Item, capacity, check, cost, plan
 LENGTHS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 150)), max_size=6)
 
 
-PACES = [(0,) * 6, (0, 0, 0, 0, 3, 8), (5, 2, 20, 1, 2, 4), (40, 0, 1000, 0, 8, 0)]
+PACES = [(0,) * 7, (0, 0, 0, 0, 3, 8, 8), (5, 2, 20, 1, 2, 4, 3), (40, 0, 1000, 0, 8, 0, 8)]
 
 
 @st.composite
@@ -244,7 +244,7 @@ def test_small_batches_wait_for_one_chunk_at_most(native: Any) -> None:
 # Of an H200: 132 multiprocessors with two blocks each; 107 blocks keep its memory busy.
 H200 = Asked(
     (1,) * 16, (512,) * 16, group=4, num_kv_heads=8, tile_q=16, kv_tile=64, min_chunk=64, workers=264,
-    causal=True, fine=64, pace=(118, 60, 90, 2, 107, 132),
+    causal=True, fine=64, pace=(118, 60, 90, 2, 107, 132, 220),
 )  # fmt: skip
 
 
@@ -253,7 +253,7 @@ def test_what_keeps_a_measured_device_busy_is_not_split(native: Any, batch: int,
     """A second launch and second starts cost more than an even number of blocks brings."""
     a = replace(H200, q_len=(1,) * batch, kv_len=(kv_len,) * batch)
     assert plan(native, a).slots == 0
-    assert plan(native, replace(a, pace=(0,) * 6)).slots > 0
+    assert plan(native, replace(a, pace=(0,) * 7)).slots > 0
 
 
 @pytest.mark.parametrize(("batch", "kv_len"), [(1, 4096), (4, 2048), (1, 131072)])
@@ -273,4 +273,4 @@ def test_blocks_of_a_large_grid_are_not_spread(native: Any) -> None:
     """128 captured items may share 64 multiprocessors: there they are split."""
     a = replace(H200, kv_len=(8192,) * 16)
     assert len(plan(native, a).items) == 128
-    assert len(plan(native, replace(a, pace=(118, 60, 90, 2, 107, 0))).items) == 256
+    assert len(plan(native, replace(a, pace=(118, 60, 90, 2, 107, 0, 220))).items) == 256

@@ -149,8 +149,7 @@ def needed(arch: str, problem: AttentionProblem) -> tuple[Variant, ...]:
     others = variants.misc_variants(arch)
     if problem.op is Op.APPEND:
         return (others["append"],)
-    tiles = {variants.attend_variant(arch, problem, tile): None for tile in variants.tiles(arch, problem)}
-    return (*tiles, *(others[name] for name in ("merge",) if name in others))
+    return (*variants.attend_choices(arch, problem), others["merge"])
 
 
 def is_here(target: DeviceTarget) -> bool:

@@ -29,12 +29,16 @@ _GPU_BLOCKS = 2
 """Blocks of a merge kernel that a multiprocessor runs side by side."""
 _HIP_MERGE_ROWS, _CUDA_MERGE_ROWS = 16, 4
 """Packed rows of a block that joins partials, at least."""
-NOT_MEASURED = (0, 0, 0, 0, 0, 0)
+NOT_MEASURED = (0,) * 7
 """The pace of a device that nobody has measured."""
 _KEY_BYTES = 512
 """Key and value of a head for which paces were measured."""
 _INVARIANT_TILE = 64
 """Tiles of other heights add a row's keys up in another order: the rest of the batch may not choose."""
+SHORT_KV = 2048
+"""Keys up to which tiles of that height are sooner done than taller ones, if all run at once."""
+_LEAST_BUSY = 0.8
+"""Share of multiprocessors that must have a paired tile."""
 _TALLEST_TILE = 128
 """Where it is built: of a verify, bound by reading, it reads once what two lower tiles read twice."""
 _PACKED_ROWS = 16
@@ -55,6 +59,7 @@ class Style:
         fine: Short chunks may be any multiple of it where that keeps workers busier; 0 for no such choice.
         pace: What splitting costs and brings there: ``Pace`` of csrc/planner.h.
         joined: Tiles of up to so many partials are joined by their last item; others by a launch.
+        variant: Kernel of a GPU.
     """
 
     tile_q: int
@@ -62,8 +67,9 @@ class Style:
     min_chunk: int
     max_heads: int
     fine: int = 0
-    pace: tuple[int, int, int, int, int, int] = NOT_MEASURED
+    pace: tuple[int, ...] = NOT_MEASURED
     joined: int = 0
+    variant: variants.Variant | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +85,8 @@ class _Measured:
 
 _H200 = {
     16: _Measured(118, 60, 90, 2, 0.81),
-    64: _Measured(80, 60, 440, 0, 1.25),
-    128: _Measured(80, 200, 290, 0, 1.3),
+    64: _Measured(80, 150, 440, 4, 1.4),
+    128: _Measured(150, 200, 290, 0, 1.3),
 }
 """By tile height. A block among few takes 80, 55, 36 keys of bfloat16, head_dim 128, in a microsecond."""
 _H200_PAIRED = _Measured(150, 110, 650, 0, 0.7)
@@ -119,7 +125,8 @@ def plan_gpu(native: Any, gpu: Gpu, query: Query, batch: HostBatch) -> PlanResul
     target, problem = query.target, query.problem
     style = style_of(native, query)
     cut = _cut(native, query, batch, style)
-    variant = variants.attend_variant(target.arch, problem, style.tile_q)
+    variant = style.variant
+    assert variant is not None
     attend = gpu.get(target, variant)
     merges = 0 if variants.joins_all(variant) else cut.merges if cut.launched else 0
     merge = gpu.get(target, variants.misc_variants(target.arch)["merge"]) if merges else attend
@@ -172,7 +179,7 @@ def _cut(native: Any, query: Query, batch: HostBatch, style: Style) -> _Cut:
     problem, graph = query.problem, query.graph
     slot_bytes = 4 * style.tile_q * (problem.head_dim_vo + 1)
     slots = _UNLIMITED if query.workspace_bytes is None else query.workspace_bytes // slot_bytes
-    how = _input(native, problem, style, _workers(query, style.tile_q), slots)
+    how = _input(native, problem, style, _workers(query, style), slots)
     made = how.plan(batch.qo_indptr.data_ptr(), batch.kv_len.data_ptr(), query.batch.batch_size)
     if graph is None:
         sizes = (made.num_items, made.num_merges, made.num_slots)
@@ -183,11 +190,8 @@ def _cut(native: Any, query: Query, batch: HostBatch, style: Style) -> _Cut:
     return _Cut(*sizes, image, sizes[2] * slot_bytes, launched)
 
 
-def _workers(query: Query, tile: int) -> int:
-    target = query.target
-    if target.kind == "cpu":
-        return max(1, target.num_cus)
-    return max(1, target.num_cus) * variants.attend_variant(target.arch, query.problem, tile).blocks
+def _workers(query: Query, style: Style) -> int:
+    return max(1, query.target.num_cus) * (1 if style.variant is None else style.variant.blocks)
 
 
 def style_of(native: Any, query: Query) -> Style:
@@ -195,11 +199,7 @@ def style_of(native: Any, query: Query) -> Style:
     problem, shape, graph = query.problem, query.batch, query.graph
     group = problem.gqa_group_size
     if query.target.kind != "cpu":
-        tile = _fitting(_wanted_tile(native, query), variants.tiles(query.target.arch, problem))
-        if query.target.kind == "hip":
-            return Style(tile, _GPU_KV_TILE, _GPU_MIN_CHUNK[tile], 1, _GPU_FINE)
-        variant = variants.attend_variant(query.target.arch, problem, tile)
-        return Style(tile, variant.step, variant.step, 1, variant.step, _pace(query, variant), variant.joins)
+        return _gpu_style(native, query)
     if graph is None:
         rows = shape.max_q_len
     elif problem.op in _DECODES:
@@ -214,6 +214,26 @@ def style_of(native: Any, query: Query) -> Style:
     return Style(native.tile_q_for(min(packed, _MOST_ROWS)), native.kv_tile(), _CPU_MIN_CHUNK, heads)
 
 
+def _gpu_style(native: Any, query: Query) -> Style:
+    problem, arch = query.problem, query.target.arch
+    tile = _fitting(_wanted_tile(native, query), variants.tiles(arch, problem))
+    variant = variants.attend_variant(arch, problem, tile, _pairs(query, tile))
+    if query.target.kind == "hip":
+        return Style(tile, _GPU_KV_TILE, _GPU_MIN_CHUNK[tile], 1, _GPU_FINE, variant=variant)
+    pace, step = _pace(query, variant), variant.step
+    return Style(tile, step, step, 1, step, pace, variant.joins, variant)
+
+
+def _pairs(query: Query, tile: int) -> bool:
+    """Say whether tiles that stay whole keep the device busy, a paired block on each multiprocessor."""
+    problem, cus = query.problem, max(1, query.target.num_cus)
+    _, batch, q_len = _rows(query)
+    one_each = tile == variants.PAIRED_ROWS and 0 < q_len * problem.gqa_group_size <= tile
+    if not one_each or problem.batch_invariant or not variants.pairs(query.target.arch, problem):
+        return False
+    return _LEAST_BUSY * cus <= batch * problem.num_kv_heads <= cus
+
+
 def _wanted_tile(native: Any, query: Query) -> int:
     problem, graph, group = query.problem, query.graph, query.problem.gqa_group_size
     if problem.batch_invariant and problem.op not in _DECODES:
@@ -221,26 +241,37 @@ def _wanted_tile(native: Any, query: Query) -> int:
     total_q, batch, q_len = _rows(query)
     if problem.op in _DECODES and q_len * group > _INVARIANT_TILE:
         return _TALLEST_TILE
-    return int(native.cta_tile_q(total_q, batch, q_len, group, graph is not None))
+    tile = int(native.cta_tile_q(total_q, batch, q_len, group, graph is not None))
+    return min(tile, _INVARIANT_TILE) if graph is None and _is_short(query) else tile
 
 
-def _pace(query: Query, variant: variants.Variant) -> tuple[int, int, int, int, int, int]:
+def _is_short(query: Query) -> bool:
+    """Say whether lower tiles, which are more, all run at once and are done soon."""
+    problem, shape = query.problem, query.batch
+    rows = shape.total_q * problem.gqa_group_size
+    tiles = (rows // _INVARIANT_TILE + shape.batch_size) * problem.num_kv_heads
+    if shape.uniform_q_len is not None:
+        each = -(-shape.uniform_q_len * problem.gqa_group_size // _INVARIANT_TILE)
+        tiles = shape.batch_size * each * problem.num_kv_heads
+    return tiles <= _GPU_BLOCKS * query.target.num_cus and shape.max_kv_len <= SHORT_KV
+
+
+def _pace(query: Query, variant: variants.Variant) -> tuple[int, ...]:
     """Return what was measured on an H200, for its number of multiprocessors."""
     problem, cus = query.problem, max(1, query.target.num_cus)
-    paired = variant.blocks == 1
+    paired, low = variant.blocks == 1, variant.tile_q <= _PACKED_ROWS
     measured = _H200_PAIRED if paired else _H200[variant.tile_q]
     share = 1.0
-    if (
-        variant.tile_q <= _PACKED_ROWS
-    ):  # bound by memory: of shorter rows more blocks are needed to ask for enough
+    if low:  # bound by memory: of shorter rows more blocks are needed to ask for enough
         row_bytes = (problem.head_dim_qk + problem.head_dim_vo) * problem.kv_dtype.itemsize
         share = min(max(1.0, _KEY_BYTES / row_bytes), variant.blocks / measured.saturated)
     # The blocks of a large grid, as captured ones are, do not each begin on a multiprocessor of their own,
     # unless they take turns. A decode is cut for that always, so that a replay has the bits of an eager run.
     even = variant.turns or (query.graph is None and problem.op not in _DECODES)
-    spread = _MOST_ROWS if paired else cus if even else 0
-    saturated = round(measured.saturated * share * cus)
-    return measured.start, measured.part, measured.join, measured.gather, saturated, spread
+    spread = cus if even else 0
+    workers = cus * variant.blocks
+    saturated, crowded = round(measured.saturated * share * cus), workers * 5 // 6 if low else workers
+    return measured.start, measured.part, measured.join, measured.gather, saturated, spread, crowded
 
 
 def _fitting(tile: int, built: tuple[int, ...]) -> int:

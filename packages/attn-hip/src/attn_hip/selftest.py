@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from attn_core.problem import AttentionProblem, MaskMode, Op, PagedKV
 from attn_core.sampling import chain_speculative_sampling
 from attn_core.target import DeviceTarget, target_of
 
-from . import toolchain, variants
+from . import plan, toolchain, variants
 
 NOTE = (
     "No AMD GPU was available to the authors: the code objects for gfx942 and gfx950 were compiled, measured "
@@ -93,20 +94,33 @@ def cases(target: DeviceTarget) -> list[Case]:
         for dim in variants.HEAD_DIMS:
             for kv, cap in ((q, 0.0), (fp8, 0.0), (q, 20.0), (fp8, 20.0)):
                 problem = problem_of(q, kv, dim, soft_cap=cap)
-                tiles = variants.tiles(target.arch, problem)
-                for tile in tiles:
-                    name = variants.attend_variant(target.arch, problem, tile).name
-                    found.setdefault(name, Case(name, problem, rows_of(tile, tile == max(tiles))))
+                tallest = max(variants.tiles(target.arch, problem))
+                for kernel in variants.attend_choices(target.arch, problem):
+                    rows = rows_of(kernel, tallest, target)
+                    found.setdefault(kernel.name, Case(kernel.name, problem, rows))
     return [found[v.name] for v in variants.attend_variants(target.arch) if v.name in found]
 
 
-def rows_of(tile: int, tallest: bool) -> tuple[int, int, int]:
-    """Return unlike query rows of three requests from which a plan takes the tile.
+def rows_of(kernel: variants.Variant, tallest: int, target: DeviceTarget) -> tuple[int, ...]:
+    """Return query rows of requests from which a plan takes a kernel.
 
-    They fill it on average; the tallest tile of a kernel is taken for whatever is longer by far.
+    Unlike ones of three requests fill its tile on average; the tallest is taken for whatever is longer by
+    far, and one that is taller yet for what is not short. Like ones of many requests are taken by paired
+    blocks, one for each compute unit.
     """
-    mean = (4 * tile if tallest else tile) // _GROUP
+    tile = kernel.tile_q
+    if kernel.blocks == 1:
+        return (tile // _GROUP - 1,) * (target.num_cus // _KV_HEADS)
+    mean = (4 * tile if tile == tallest else tile) // _GROUP
+    if tile > variants.PAIRED_ROWS:
+        mean = max(mean, plan.SHORT_KV // 2 + 1)
     return 2 * mean - 1, 1, mean
+
+
+def kv_len_of(case: Case) -> tuple[int, ...]:
+    """Return the keys of each request."""
+    spare = islice(cycle(_SPARE_KEYS), len(case.q_len))
+    return tuple(q + more for q, more in zip(case.q_len, spare, strict=True))
 
 
 def run(device: torch.device, done: Callable[[Result], None] | None = None) -> list[Result]:
@@ -132,7 +146,7 @@ def total(target: DeviceTarget) -> int:
 def _results(device: torch.device) -> Iterator[Result]:
     for case in cases(target_of(device)):
         p = case.problem
-        about = f"q {_name(p.q_dtype)}, k/v {_name(p.kv_dtype)}, head_dim {p.head_dim_qk}, q_len {case.q_len}"
+        about = f"q {_name(p.q_dtype)}, k/v {_name(p.kv_dtype)}, head_dim {p.head_dim_qk}, {_lengths(case)}"
         if p.logits_soft_cap:
             about += ", soft cap"
         yield _timed(case.kernel, about, lambda case=case: _attend(case, device))  # type: ignore[misc]
@@ -155,7 +169,7 @@ def _timed(kernel: str, about: str, check: Callable[[], Errors]) -> Result:
 
 def _attend(case: Case, device: torch.device) -> Errors:
     p, q_len = case.problem, case.q_len
-    kv_len = tuple(q + spare for q, spare in zip(q_len, _SPARE_KEYS, strict=True))
+    kv_len = kv_len_of(case)
     pages = [-(-n // _PAGE) for n in kv_len]
     make = torch.Generator().manual_seed(1)
     shape = (sum(pages), _PAGE, _KV_HEADS, p.head_dim_qk)
@@ -251,6 +265,11 @@ def report(device: torch.device, results: list[Result]) -> dict[str, object]:
         "failed": sum(not result.ok for result in results),
         "results": [asdict(result) for result in results],
     }  # fmt: skip
+
+
+def _lengths(case: Case) -> str:
+    same = len(set(case.q_len)) == 1
+    return f"{len(case.q_len)} x q_len {case.q_len[0]}" if same else f"q_len {case.q_len}"
 
 
 def _name(dtype: torch.dtype) -> str:

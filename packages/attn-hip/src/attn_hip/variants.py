@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -17,11 +17,9 @@ _BLOCKS = 2
 """Blocks that a compute unit runs side by side."""
 _WAVE_KEYS = 16
 """Keys of a step that a wave copies on NVIDIA."""
-PAIRS = True
-"""Whether NVIDIA has paired kernels: plain ones, in which two groups of waves share the keys of a step. One
-block then asks for as much as two, and fewer tiles are split."""
-_PAIRED_ROWS, _PAIRED_DIM = 64, 128
-"""Packed rows of a tile, and head dims up to which."""
+PAIRED_ROWS = 64
+"""Packed rows of the tiles that NVIDIA has paired kernels for too, where two groups of waves share a step's
+keys: one block asks for as much as two others, so fewer tiles need be split."""
 _RING_BYTES = 192 << 10
 """Keys and values that a paired block has room for."""
 _SHARED_BYTES, _BLOCK_BYTES = 228 << 10, 1 << 10
@@ -77,6 +75,7 @@ class _Shape:
         head_dim: Head dim.
         tile_q: Packed rows; the fewer, the more do waves split the keys.
         general: Whether it takes every feature, cache type and smaller head dims.
+        paired: Whether two groups of waves share the keys.
     """
 
     dtype: torch.dtype
@@ -84,6 +83,7 @@ class _Shape:
     head_dim: int
     tile_q: int
     general: bool
+    paired: bool = False
 
     @property
     def plain(self) -> bool:
@@ -93,7 +93,8 @@ class _Shape:
     @property
     def name(self) -> str:
         kind = "any" if self.general else "fp8" if self.fp8 else "same"
-        return f"attend_{_HALVES[self.dtype][0]}_{kind}_{self.head_dim}_{self.tile_q}"
+        paired = "_paired" if self.paired else ""
+        return f"attend_{_HALVES[self.dtype][0]}_{kind}_{self.head_dim}_{self.tile_q}{paired}"
 
 
 @lru_cache
@@ -113,19 +114,35 @@ def misc_variants(arch: str) -> dict[str, Variant]:
 
 
 @lru_cache(maxsize=256)
-def attend_variant(arch: str, problem: AttentionProblem, tile_q: int) -> Variant:
+def attend_variant(arch: str, problem: AttentionProblem, tile_q: int, paired: bool = False) -> Variant:
     """Return the attention kernel of a problem that is cut in tiles of ``tile_q`` packed rows.
 
     Args:
         arch: Device.
         problem: With q of a 16-bit type, k and v of the same or fp8, head dims up to 256.
         tile_q: One of :func:`tiles`.
+        paired: Whether the paired kernel is asked for; see :func:`pairs`.
     """
     general = not _plain(problem)
     longest = max(problem.head_dim_qk, problem.head_dim_vo)
     dim = next(d for d in HEAD_DIMS if d >= longest)
     fp8 = not general and problem.kv_dtype != problem.q_dtype
-    return _attend(arch, _Shape(problem.q_dtype, fp8, dim, tile_q, general))
+    return _attend(arch, _Shape(problem.q_dtype, fp8, dim, tile_q, general, paired))
+
+
+@lru_cache(maxsize=256)
+def attend_choices(arch: str, problem: AttentionProblem) -> tuple[Variant, ...]:
+    """Return every attention kernel that plans of a problem may launch."""
+    found = [attend_variant(arch, problem, tile) for tile in tiles(arch, problem)]
+    if pairs(arch, problem):
+        found.append(attend_variant(arch, problem, PAIRED_ROWS, True))
+    return tuple(dict.fromkeys(found))
+
+
+def pairs(arch: str, problem: AttentionProblem) -> bool:
+    """Say whether tiles of ``PAIRED_ROWS`` have a paired kernel too."""
+    plain = _plain(problem) and problem.kv_dtype == problem.q_dtype
+    return plain and _wide(arch, problem.head_dim_qk)
 
 
 def tiles(arch: str, problem: AttentionProblem) -> tuple[int, ...]:
@@ -159,20 +176,20 @@ def _is_amd(arch: str) -> bool:
 
 def _shapes(arch: str) -> list[_Shape]:
     kinds = ((False, False), (True, False), (False, True))
-    return [
+    found = [
         _Shape(dtype, fp8, dim, tile, general)
         for dtype in _HALVES
         for dim in HEAD_DIMS
         for fp8, general in kinds
         for tile in _tiles(arch, dim, not (fp8 or general))
     ]
+    tall = [s for s in found if s.plain and s.tile_q == PAIRED_ROWS and _wide(arch, s.head_dim)]
+    return found + [replace(shape, paired=True) for shape in tall]
 
 
 def _attend(arch: str, shape: _Shape) -> Variant:
-    paired = _paired(arch, shape)
-    waves = _PAIRED_WAVES if paired else _WAVES
-    name = f"{shape.name}_paired" if paired else shape.name
-    lds = 0 if _is_amd(arch) else _dynamic_shared(shape, paired=paired)
+    waves = _PAIRED_WAVES if shape.paired else _WAVES
+    lds = 0 if _is_amd(arch) else _dynamic_shared(shape)
     defines = (
         f"ATTN_Q={_HALVES[shape.dtype][1]}",
         f"ATTN_KV={int(shape.fp8)}",
@@ -181,16 +198,16 @@ def _attend(arch: str, shape: _Shape) -> Variant:
         f"ATTN_WIDE={int(shape.plain and _wide(arch, shape.head_dim))}",
         f"ATTN_WAVES={waves}",
         f"ATTN_GENERAL={int(shape.general)}",
-        f"ATTN_ENTRY={name}",
+        f"ATTN_ENTRY={shape.name}",
         *((f"ATTN_LDS={lds}",) if lds else ()),
     )
     threads = waves * (64 if _is_amd(arch) else 32)
-    blocks = 1 if paired else _BLOCKS
+    blocks = 1 if shape.paired else _BLOCKS
     return Variant(
-        name,
+        shape.name,
         "kernels_gpu.cpp",
         defines,
-        name,
+        shape.name,
         threads,
         shape.tile_q,
         lds=lds,
@@ -210,11 +227,6 @@ def _turns(shape: _Shape, lds: int, blocks: int) -> int:
     return fit if low else min(fit, blocks)  # tall tiles fill the registers
 
 
-def _paired(arch: str, shape: _Shape) -> bool:
-    tile = shape.tile_q == _PAIRED_ROWS and shape.head_dim <= _PAIRED_DIM
-    return PAIRS and tile and shape.plain and not _is_amd(arch)
-
-
 def _joins(arch: str, shape: _Shape) -> int:
     if _is_amd(arch):
         return 0
@@ -228,10 +240,10 @@ def joins_all(variant: Variant) -> bool:
     return variant.joins == _ANY_PARTS
 
 
-def _dynamic_shared(shape: _Shape, *, paired: bool) -> int:
+def _dynamic_shared(shape: _Shape) -> int:
     """Return what kernels_gpu.cpp asserts of NVIDIA: a ring of steps, and q."""
     row = 2 * shape.head_dim
-    if paired:
+    if shape.paired:
         return _RING_BYTES + shape.tile_q * row
     short = shape.tile_q == 128 or (shape.tile_q == 64 and shape.head_dim > 128)
     steps = 1 if not shape.plain else 2 if short else 3

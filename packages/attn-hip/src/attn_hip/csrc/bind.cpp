@@ -29,7 +29,7 @@ static_assert(sizeof(MergeItem) == sizeof(WorkItem), "both have the same number 
 
 // How a batch is planned, apart from the batch.
 PlanInput plan_input(int group, int num_kv_heads, int tile_q, int tile_kv, int min_chunk, int fine, int workers, int max_heads,
-                     int window_left, bool causal, const std::array<int64_t, 6>& pace, int64_t split, int64_t max_slots,
+                     int window_left, bool causal, const std::array<int64_t, 7>& pace, int64_t split, int64_t max_slots,
                      int joined) {
   require(group > 0 && num_kv_heads > 0 && tile_q > 0 && tile_kv > 0 && min_chunk > 0 && fine >= 0 && workers > 0 &&
               max_heads > 0,
@@ -38,7 +38,7 @@ PlanInput plan_input(int group, int num_kv_heads, int tile_q, int tile_kv, int m
   require(joined >= 0, "native: partials that are joined need to be 0 or more [fa2.native]");
   require(*std::min_element(pace.begin(), pace.end()) >= 0, "native: a pace needs to be positive [fa2.native]");
   return {nullptr, nullptr, 0, group, num_kv_heads, tile_q, tile_kv, min_chunk, fine, workers, joined, max_heads, window_left,
-          causal, {pace[0], pace[1], pace[2], pace[3], pace[4], pace[5]}, split, max_slots};
+          causal, {pace[0], pace[1], pace[2], pace[3], pace[4], pace[5], pace[6]}, split, max_slots};
 }
 
 // A plan whose memory comes from a plan that is gone, if there is one. Made and destroyed under Python's lock.

@@ -119,8 +119,8 @@ class Cutter {
     const double share = double(tokens_ * groups) / in_.workers;
     const bool measured = in_.pace.saturated > 0;
     const Pace pace = measured                        ? in_.pace
-                      : otherwise > 3 * in_.min_chunk ? Pace{kStart, 0, kJoin, 0, in_.workers, 0}
-                                                      : Pace{0, 0, 0, 0, in_.workers, 0};
+                      : otherwise > 3 * in_.min_chunk ? Pace{kStart, 0, kJoin, 0, in_.workers, 0, in_.workers}
+                                                      : Pace{0, 0, 0, 0, in_.workers, 0, in_.workers};
     int64_t best = measured ? kWhole : otherwise, least = duration(tiles, best, pace);
     const auto attempt = [&](int64_t c) {
       if (c == best) return;
@@ -190,9 +190,8 @@ class Cutter {
     const int64_t parts = ceil_div(tiles.front().size, c);
     int64_t time = parts > 1 ? (pace.join + pace.gather * parts) * pace.saturated : 0, past = 0, items = whole;
     for (const Run& run : rest) items += run.count;
-    // Few blocks that are left over of many may share compute units: about so many are needed to be fast then.
-    const int64_t most_workers = in_.pace.saturated ? in_.workers * 5 / 6 : in_.workers;
-    const int64_t needed = items <= pace.spread ? pace.saturated : most_workers;
+    // Few blocks that are left over of many may share compute units.
+    const int64_t needed = items <= pace.spread ? pace.saturated : pace.crowded;
     for (int64_t working = std::min<int64_t>(items, in_.workers); !workers.empty(); workers.pop()) {
       if (workers.top().busy == 0) continue;  // has no item
       time += (workers.top().busy - past) * std::max(needed, working);

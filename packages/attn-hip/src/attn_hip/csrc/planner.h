@@ -22,7 +22,8 @@ struct Pace {
   int64_t join;       // once, where any tile is split
   int64_t gather;     // to that for each partial of the longest tile, where one block reads them all
   int64_t saturated;  // workers that keep the device busy where they are spread: of more, all get slower; 0: not measured
-  int64_t spread;     // up to so many items are: each has a compute unit to itself. Of more, most workers are needed
+  int64_t spread;     // up to so many items are: each has a compute unit to itself
+  int64_t crowded;    // workers that keep it busy where more items are
 };
 
 struct PlanInput {
