@@ -130,7 +130,6 @@ def attend_variant(arch: str, problem: AttentionProblem, tile_q: int, paired: bo
     return _attend(arch, _Shape(problem.q_dtype, fp8, dim, tile_q, general, paired))
 
 
-@lru_cache(maxsize=256)
 def attend_choices(arch: str, problem: AttentionProblem) -> tuple[Variant, ...]:
     """Return every attention kernel that plans of a problem may launch."""
     found = [attend_variant(arch, problem, tile) for tile in tiles(arch, problem)]
