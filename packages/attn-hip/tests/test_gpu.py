@@ -35,7 +35,7 @@ from .gpu_world import (
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.usefixtures(fa2.__name__),
-    # Of torch: a refused capture leaves a graph empty; the watch for synchronisation calls itself a prototype.
+    # Of torch: a refused capture leaves a graph empty; the watch for waiting calls itself a prototype.
     pytest.mark.filterwarnings("ignore:The CUDA Graph is empty"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
 ]
