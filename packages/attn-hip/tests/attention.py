@@ -322,10 +322,28 @@ CASES = (
     # fp8 caches.
     Case("fp8-decode", (1, 1), (70, 20), dtypes=(BF16, FNUZ, BF16), scales=(1.0, 0.5, 2.0), core=True),
     Case("fp8-fn-decode", (1, 1), (70, 20), (8, 1), (128, 128), dtypes=(BF16, FN, BF16)),
+    Case("fp8-fn-split", (1,), (300,), (8, 1), (128, 128), dtypes=(BF16, FN, BF16), split=8, options={}),
     Case("fp8-half-prefill", (20,), (70,), (4, 2), (128, 128), dtypes=(FP16, FN, FP16), options=CAUSAL),
     Case("fp8-prefill", (70,), (100,), (4, 2), (128, 128), dtypes=(BF16, FNUZ, BF16), options=CAUSAL),
     Case("fp8-rope", (20,), (70,), dtypes=(BF16, FNUZ, BF16), options=ROPE),
     Case("fp8-256", (20,), (70,), (2, 1), (256, 256), dtypes=(BF16, FN, BF16), options=CAUSAL),
+    # Kernels that nothing above runs.
+    Case("half-64-decode", (1, 1), (70, 5), dtypes=HALF),
+    Case("half-128-prefill", (20,), (70,), (2, 1), (128, 128), dtypes=HALF, options=CAUSAL),
+    Case("256-decode", (1, 1), (70, 20), (4, 2), (256, 256)),
+    Case("fp8-half-64-decode", (1, 1), (70, 20), dtypes=(FP16, FN, FP16)),
+    Case("fp8-half-64-prefill", (20,), (70,), dtypes=(FP16, FNUZ, FP16), options=CAUSAL),
+    Case("fp8-half-128-decode", (1, 1), (70, 20), (8, 1), (128, 128), dtypes=(FP16, FNUZ, FP16)),
+    Case("fp8-half-256-decode", (1,), (40,), (4, 1), (256, 256), dtypes=(FP16, FN, FP16)),
+    Case("fp8-half-256-prefill", (20,), (40,), (1, 1), (256, 256), dtypes=(FP16, FNUZ, FP16), options=CAUSAL),
+    Case("fp8-64-prefill", (20, 5), (70, 9), dtypes=(BF16, FN, BF16), options=CAUSAL),
+    Case("fp8-256-decode", (1, 1), (70, 20), (4, 1), (256, 256), dtypes=(BF16, FNUZ, BF16)),
+    Case("alibi-half-decode", (1, 1), (70, 9), (6, 2), dtypes=HALF,
+         options={"pos_encoding": PosEncoding.ALIBI}),
+    Case("mask-half-cap", (20, 9), (50, 30), dtypes=HALF, options={**CUSTOM, "logits_soft_cap": 8.0}),
+    Case("rope-half-128-decode", (1, 1), (50, 33), (4, 2), (128, 128), dtypes=HALF, options=ROPE),
+    Case("cap-half-256-decode", (1,), (40,), (2, 1), (256, 256), dtypes=(FP16, FN, FP16), options=CAP),
+    Case("dim-200-decode", (1, 1), (40, 9), (2, 1), (200, 192)),
 )  # fmt: skip
 APPENDS = (
     Case("append", (1, 1), (70, 20), (4, 2), core=True),

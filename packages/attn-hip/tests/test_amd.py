@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from attn_core.query import Query
+from attn_hip.plan import plan_gpu
+from attn_hip.variants import attend_variants
+
 from .attention import APPENDS, BF16, CASES, CAUSAL, Case, append, attend, close, expected, inputs
 from .device import LLVM19, TARGETS, Device
 
@@ -41,6 +45,17 @@ def test_attention(case: Case, arch: str, compiler: str, device: Callable[[str, 
     close(case, answer, expected(case, given))
     if case.split or "split" in case.name:
         assert answer.merges > 0
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_the_matrix_runs_every_attention_kernel(native: Any, arch: str) -> None:
+    device = Device(native, arch, LLVM19)  # which compiles nothing
+    planned = set()
+    for case in CASES:
+        batch = inputs(case).batch
+        made: Any = plan_gpu(native, device, Query(device.target, case.problem, batch.shape), batch)
+        planned.add(made.launch.variant)
+    assert planned == {variant.name for variant in attend_variants(arch)}
 
 
 @pytest.mark.parametrize(("case", "arch", "compiler"), _matrix(APPENDS))

@@ -17,12 +17,6 @@ struct alignas(16) Line {  // 16 bytes, eight elements
   uint32_t x[4];
 };
 
-#if defined(__gfx950__)
-constexpr int kNativeFp8 = kFloat8E4M3FN;
-#else
-constexpr int kNativeFp8 = kFloat8E4M3FNUZ;
-#endif
-
 // Element types of the matrix unit.
 struct F16 {
   static constexpr int kDType = kFloat16;
@@ -84,34 +78,49 @@ ATTN_DEVICE uint32_t own_fp8_pair(uint32_t word) {
   return E::exact_pair(x.x, x.y);
 #endif
 }
-// The bytes of a word in the other encoding that are NaN, as their upper bits.
-ATTN_DEVICE uint32_t foreign_nans(uint32_t word) {
-  const uint32_t size = word & 0x7f7f7f7f;
-  if constexpr (kNativeFp8 == kFloat8E4M3FN) return word & ~(size + 0x7f7f7f7f) & 0x80808080;  // 0x80
-  else return (size + 0x01010101) & 0x80808080;                                               // 0x7f, 0xff
-}
-// In the other encoding. The bits of a code, moved into a half, are its value times 2^-7 (fnuz) or 2^-8, subnormals
-// included.
+#if defined(__gfx950__)
+// In the other encoding, e4m3fnuz, whose greatest value no code of e4m3fn is half of. The bits of a code, moved into a half,
+// are its value times 2^-7, subnormals included. `nans` has the upper bits of bytes that are NaN, which is 0x80.
 template <class E, bool Upper>
 ATTN_DEVICE uint32_t foreign_fp8_pair(uint32_t word, uint32_t nans) {
   typedef __attribute__((ext_vector_type(2))) short Short2;
   constexpr uint32_t bytes = Upper ? 0x030c020c : 0x010c000c;
-  constexpr _Float16 unit = kNativeFp8 == kFloat8E4M3FN ? 128.f : 256.f;
   const Short2 codes = bits_as<Short2>(__builtin_amdgcn_perm(0, word, bytes)) >> short(1);
   const Short2 lost = bits_as<Short2>(__builtin_amdgcn_perm(0, nans, bytes)) >> short(6);
   const uint32_t bits = (bits_as<uint32_t>(codes) & 0xbf80bf80) | bits_as<uint32_t>(lost);
-  return E::from_half_pair(bits_as<uint32_t>(bits_as<Half2>(bits) * Half2{unit, unit}));
+  return E::from_half_pair(bits_as<uint32_t>(bits_as<Half2>(bits) * Half2{128.f, 128.f}));
 }
+ATTN_DEVICE uint32_t foreign_nans(uint32_t word) {
+  return word & ~((word & 0x7f7f7f7f) + 0x7f7f7f7f) & 0x80808080;
+}
+#else
+// Four codes of e4m3fn as those of e4m3fnuz, which stand for half the value (cache_unit in rows.h): the same but for -0,
+// which would be NaN, and NaN itself.
+ATTN_DEVICE uint32_t own_codes(uint32_t word) {
+  const uint32_t size = word & 0x7f7f7f7f;
+  const uint32_t nan = (size + 0x01010101) >> 7 & 0x01010101;  // 0x7f, and 0x80 after the addition
+  return (size + nan) | (word & (size + 0x7f7f7f7f) & 0x80808080);
+}
+#endif
 
 // Eight fp8 values (two words) as a line of E.
 template <class E>
 ATTN_DEVICE Line widen_line(uint32_t low, uint32_t high, bool fnuz) {
-  if (fnuz == (kNativeFp8 == kFloat8E4M3FNUZ))
-    return {{own_fp8_pair<E, false>(low), own_fp8_pair<E, true>(low), own_fp8_pair<E, false>(high),
-             own_fp8_pair<E, true>(high)}};
-  const uint32_t lost[2] = {foreign_nans(low), foreign_nans(high)};
-  return {{foreign_fp8_pair<E, false>(low, lost[0]), foreign_fp8_pair<E, true>(low, lost[0]),
-           foreign_fp8_pair<E, false>(high, lost[1]), foreign_fp8_pair<E, true>(high, lost[1])}};
+#if !defined(__gfx950__)
+  if (!fnuz) {
+    asm volatile("" : "+v"(low), "+v"(high));  // never worked out in vain
+    low = own_codes(low), high = own_codes(high);
+  }
+#else
+  if (fnuz) {
+    asm volatile("" : "+v"(low), "+v"(high));
+    const uint32_t lost[2] = {foreign_nans(low), foreign_nans(high)};
+    return {{foreign_fp8_pair<E, false>(low, lost[0]), foreign_fp8_pair<E, true>(low, lost[0]),
+             foreign_fp8_pair<E, false>(high, lost[1]), foreign_fp8_pair<E, true>(high, lost[1])}};
+  }
+#endif
+  return {{own_fp8_pair<E, false>(low), own_fp8_pair<E, true>(low), own_fp8_pair<E, false>(high),
+           own_fp8_pair<E, true>(high)}};
 }
 
 }  // namespace attn

@@ -72,10 +72,19 @@ ATTN_DEVICE Place place_of(const AttendParams& p, int request, int token) {
 
 ATTN_DEVICE float times(float x, const float* optional) { return optional ? x * *global(optional) : x; }
 
-ATTN_DEVICE float logit_scale(const AttendParams& p) {
-  return times(times(p.sm_scale * p.q_scale * p.k_scale, p.q_scale_ptr), p.k_scale_ptr);
+// What an element of the cache is worth of what a kernel reads it as: gfx942 knows e4m3fnuz only.
+ATTN_DEVICE float cache_unit(const AttendParams& p) {
+#if ATTN_AMD && !defined(__gfx950__) && (ATTN_KV || ATTN_GENERAL)
+  return p.kv_dtype == kFloat8E4M3FN ? 2.f : 1.f;
+#else
+  return 1.f;
+#endif
 }
-ATTN_DEVICE float output_scale(const AttendParams& p) { return times(p.v_scale, p.v_scale_ptr); }
+
+ATTN_DEVICE float logit_scale(const AttendParams& p) {
+  return times(times(p.sm_scale * p.q_scale * p.k_scale * cache_unit(p), p.q_scale_ptr), p.k_scale_ptr);
+}
+ATTN_DEVICE float output_scale(const AttendParams& p) { return times(p.v_scale * cache_unit(p), p.v_scale_ptr); }
 
 // Where a finished row goes.
 struct Sink {

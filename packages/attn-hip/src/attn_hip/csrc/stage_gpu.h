@@ -172,7 +172,7 @@ class Stager : KeptWave {
   }
   // Places in shared memory, which depend on the wave, stay in registers where there are some; else they are worked out
   // at every step.
-  static constexpr bool kKeepsPlaces = !General && (!kAlone || D <= 64);
+  static constexpr bool kKeepsPlaces = !General && (!kAlone || D <= 64 || (Fp8 && D <= 128));
   ATTN_MEMBER int wave() const { return kKeepsPlaces ? kept_wave() : wave_index(); }
   ATTN_MEMBER static int line() { return lane_index() % kLines; }
   ATTN_MEMBER static int row() { return lane_index() / kLines * kRows; }
