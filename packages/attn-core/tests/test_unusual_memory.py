@@ -207,6 +207,23 @@ def test_an_output_inside_the_cache_is_refused_and_the_cache_left_as_it_was(half
     assert torch.equal(cache, TENSORS[decode]["cache"])
 
 
+@pytest.mark.parametrize("times", [1, 4])
+def test_an_output_may_be_the_query_itself_but_not_lie_across_it(times: int) -> None:
+    tensors, _ = given(decode, "out", torch.clone)
+    want = decode(tensors)
+    assert isinstance(want, tuple)
+    arena = torch.cat([tensors["q"].flatten(), torch.zeros(HEADS * DIM)])
+    q, shifted = (arena[at : at + 2 * HEADS * DIM].view(2, HEADS, DIM) for at in (0, HEADS * DIM))
+    q.copy_(tensors["q"])
+    for _ in range(times):
+        decode({**tensors, "q": q})
+    with pytest.raises(ValueError, match="out: needs memory apart from q, got memory inside it"):
+        decode({**tensors, "q": q, "out": shifted})
+    assert torch.equal(q, tensors["q"])
+    decode({**tensors, "q": q, "out": q})
+    assert torch.equal(q, want[0])
+
+
 def test_an_output_beside_the_cache_in_one_allocation_is_written() -> None:
     tensors, _ = given(decode, "out", torch.clone)
     cache, want = tensors["cache"], decode(tensors)

@@ -122,7 +122,8 @@ class AttentionWrapper(EngineView):
             raise
         if out is not None:
             state.check_output("out", out, s.out_shape, s.o_dtype, s.device)
-            apart_from("out", out, (("k", k), ("v", v)), "core.out")
+            read = (("k", k), ("v", v)) if _in_place(out, q) else (("q", q), ("k", k), ("v", v))
+            apart_from("out", out, read, "core.out")
         else:
             out = _new_out(s, q)
         if return_lse is not False:
@@ -340,6 +341,13 @@ def _new_out(s: PlanState, q: torch.Tensor) -> torch.Tensor:
     if like and q.layout is torch.strided and not q.is_nested:
         return torch.empty_like(q, memory_format=torch.contiguous_format)
     return torch.empty(s.out_shape, dtype=s.o_dtype, device=s.device)
+
+
+def _in_place(out: torch.Tensor, q: torch.Tensor) -> bool:
+    """Say whether each row is written where its query was, which nothing else reads."""
+    if not torch._C._is_alias_of(out, q):  # type: ignore[attr-defined]
+        return False
+    return out.data_ptr() == q.data_ptr() and (out.dtype, out.stride()) == (q.dtype, q.stride())
 
 
 def _writable(t: torch.Tensor) -> torch.Tensor:
