@@ -14,7 +14,7 @@ def test_random_sessions():
     found = list(sessions(Fa2Backend(), seed=11, count=80, tally=tally))
     assert not found, str(found[0])
     assert tally.sessions == 80
-    assert len(tally.by_op) == 11
+    assert len(tally.by_op) == 14
 
 
 def test_strided_index_arrays_give_the_same_bits():

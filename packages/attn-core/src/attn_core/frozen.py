@@ -72,7 +72,7 @@ def check_capacity(
         want = f"the {limits.batch_size} requests its buffers were made for (the batch size should be fixed)"
         raise ValueError(needs("batch size of a CUDA-graph wrapper", want, batch_size, "core.graph-batch"))
     if total_q > limits.total_q:
-        want = f"at most {limits.total_q} (they cannot exceed the number of rows of the first plan)"
+        want = f"at most {limits.total_q}, frozen (they cannot exceed the number of rows of the first plan)"
         raise ValueError(needs("query rows of a CUDA-graph wrapper", want, total_q, "core.graph-rows"))
     if pages > limits.max_pages:
         want = f"at most {limits.max_pages} entries (what exceeds the allocated buffer size has no place)"

@@ -243,8 +243,9 @@ class Emitter {
   void tile(int request, int64_t t, int head, const Span& span) {
     const int32_t heads = std::min(cut_.heads, in_.num_kv_heads - head);
     const int64_t parts = chunks(span, cut_.chunk), first = span.begin / cut_.chunk;
-    // A row costs its arithmetic, a key of the tile its way through the caches, worth a few rows.
-    const int64_t weight = (tiles_.rows(request, t) + 4) * heads;
+    // A row costs its arithmetic, a key of the tile its way through the caches, worth a few rows. A GPU's tile takes
+    // as long for few rows as for many.
+    const int64_t weight = (in_.pace.saturated ? 1 : tiles_.rows(request, t) + 4) * heads;
     for (int64_t i = 0; i < parts; i++) {
       const int64_t begin = (first + i) * cut_.chunk, end = std::min(begin + cut_.chunk, span.end);
       const int64_t slot = parts > 1 ? slots_ + i * heads : -1;
