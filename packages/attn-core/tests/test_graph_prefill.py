@@ -50,7 +50,7 @@ def test_prefill_replays_with_fewer_rows_and_other_lengths(causal):
         close(lse[:rows], want[1], 3e-6)
         assert torch.equal(wrapper._graph.bound["qo_indptr"], offsets(q_lens))
     kept = Snapshot.of(wrapper)
-    with pytest.raises(ValueError, match=r"query rows.*at most 9 .*first plan\), got 10"):
+    with pytest.raises(ValueError, match=r"query rows.*at most 9, frozen .*first plan\), got 10"):
         plan_prefill(wrapper, p, [4, 4, 2], causal=causal)
     with pytest.raises(ValueError, match="mask is frozen"):
         plan_prefill(wrapper, p, [3, 3, 3], causal=not causal)
