@@ -21,6 +21,7 @@ from .fakes import ABSENT, BUILD, LATE, Fake, capability
 from .support import (
     D_TC,
     S1,
+    WAYS,
     Asked,
     D,
     P,
@@ -174,6 +175,27 @@ def test_b90_unsupported_from_any_question(install):
         assert caught.value is error
 
 
+@pytest.mark.parametrize("error", [ValueError, TypeError, ImportError, OSError, RuntimeError, KeyError])
+def test_b90_a_question_that_fails(install, error):
+    """A predicate of a backend's that raises itself is one more refusal, told as what it is."""
+
+    def fail(_: object) -> None:
+        raise error("a bug")
+
+    install(Fake(on_unavailable=fail))
+    for way in WAYS:
+        agrees(way, "auto", base())
+    w = wrapper(D, "auto")
+    plan(w, base())
+    assert w.backend == "reference"
+    assert w.backend_fallback_reason.endswith("[core.unavailable-raised]")
+    assert error.__name__ in w.backend_fallback_reason
+    explicit = wrapper(D, "fake")
+    with refused("fake/only", error.__name__, "a bug", "[core.unavailable-raised]", kind=NoRoute):
+        plan(explicit, base())
+    assert explicit._plan_info is None
+
+
 def test_b90_no_demotion_after_capture(install):
     """auto committed to a backend that then raised, and raised too. https://github.com/flashinfer-ai/flashinfer/issues/4935"""
 
@@ -196,7 +218,7 @@ def test_b90_no_demotion_after_capture(install):
 
 
 @pytest.mark.parametrize("error", [ValueError, TypeError, ImportError, OSError, RuntimeError, KeyError])
-@pytest.mark.parametrize("hook", ["on_unavailable", "on_prepare", "on_plan"])
+@pytest.mark.parametrize("hook", ["on_prepare", "on_plan"])
 def test_b92_only_unsupported_leads_to_a_fallback(install, error, hook):
     """A contract error was swallowed and became a quiet change of backend. https://github.com/alibaba/rtp-llm/pull/1254"""
 

@@ -263,6 +263,14 @@ class UnavailableSetsTheEnvironment(Polite):
         os.environ["MINI_WAS_ASKED"] = target.arch
 
 
+class UnavailableRaisesElsewhere(Polite):
+    caught_by = "answers_unavailable_without_side_effects"
+
+    def unavailable(self, target):
+        if target.kind == "hip":
+            raise RuntimeError("no driver")
+
+
 class PrepareRefusesWhatIsClaimed(Polite):
     caught_by = ORACLE
 

@@ -56,12 +56,39 @@ def test_the_second_path_of_a_backend_is_tried_after_its_first():
     "error", [ValueError, TypeError, ImportError, OSError, RuntimeError, NotImplementedError]
 )
 @pytest.mark.parametrize("backend", ["auto", "fake"])
-@pytest.mark.parametrize("stage", ["plan", "prepare", "unavailable"])
+@pytest.mark.parametrize("stage", ["plan", "prepare"])
 def test_any_other_exception_is_nobodys_refusal(stage, backend, error, use):
     """A bug must not look like a change of backend."""
     use(FakeBackend(**{stage: error("a bug")}))
     with pytest.raises(error, match="a bug"):
         decode_wrapper(backend=backend).plan(*pages([9, 3]).table, *SIZES)
+
+
+@pytest.mark.parametrize(
+    ("does", "got"),
+    [
+        (RuntimeError("no\ndriver"), "RuntimeError: no driver"),
+        (ValueError("a bug"), "ValueError: a bug"),
+        (SystemExit("no ROCm"), "SystemExit: no ROCm"),
+        ("not here", "'not here'"),
+        (False, "False"),
+    ],
+)
+def test_a_backend_that_cannot_say_whether_it_is_there_is_refused(does, got, use, caplog):
+    """A broken plugin harms nobody else, and is told by name, once."""
+    fake = use(FakeBackend(paths=["a", "b"], unavailable=does), FakeBackend("next", rank=20))
+    why = f"fake/a: needs an unavailable() that returns None or a Reason, got {got} [core.unavailable-raised]"
+    for _ in range(2):
+        wrapper = decode_wrapper()
+        wrapper.plan(*pages([9, 3]).table, *SIZES)
+        assert wrapper.route.candidate == "next/p"
+        assert wrapper.backend_fallback_reason == why
+        assert slugs(wrapper.route.refused) == [(f"fake/{p}", "core.unavailable-raised") for p in "ab"]
+    assert [r.getMessage() for r in caplog.records] == [f"{why}; using next/p"]
+    for name in ("fake", "fake/a"):
+        with pytest.raises(NoRoute, match=r"\[core\.unavailable-raised\]"):
+            decode_wrapper(backend=name).plan(*pages([9, 3]).table, *SIZES)
+    assert fake.count("prepare") == fake.count("plan") == 0
 
 
 def test_a_failed_build_is_a_reason_and_is_tried_again(use):

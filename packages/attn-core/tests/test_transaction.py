@@ -354,8 +354,8 @@ def test_a_backend_that_fails_to_build_changes_nothing(what, use):
         case.plan(case.new, window_left=3)
     kept.require(case.wrapper)
     fake.does.clear()
-    case.plan(case.new, window_left=3)
-    assert case.wrapper._state.query.problem.window_left == 3
+    case.plan(case.new, window_left=4)
+    assert case.wrapper._state.query.problem.window_left == 4
 
 
 def test_rows_of_the_old_plan_stay_right_after_a_failed_one_of_another_length():

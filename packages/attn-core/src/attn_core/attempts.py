@@ -6,8 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
+from .backend import Backend
 from .errors import Unsupported
-from .reasons import Reason
+from .reasons import Code, Reason, Stage
+from .target import DeviceTarget
+
+RAISED = Code(
+    "core.unavailable-raised",
+    Stage.AVAILABILITY,
+    "needs an unavailable() that returns None or a Reason, got {limit}",
+    meaning="The backend fails when it is asked whether it can be used: a broken plugin.",
+)
 
 
 class Choice(Protocol):
@@ -20,6 +29,27 @@ class Choice(Protocol):
 
 Chosen = TypeVar("Chosen", bound=Choice)
 Served = TypeVar("Served")
+
+
+def unavailable(backend: Backend, target: DeviceTarget, *, ours: bool = True) -> Reason | None:
+    """Return why a backend cannot be used on a device; one that cannot even say it cannot be used.
+
+    Args:
+        backend: The backend.
+        target: The device.
+        ours: Whether the choice is ours, so that Unsupported is a reason to look further.
+    """
+    try:
+        found: object = backend.unavailable(target)
+    except Unsupported as late:
+        if not ours:
+            raise
+        return late.reason
+    except (Exception, SystemExit) as err:  # what it loads may give up on a machine it does not know
+        return Reason(RAISED, backend.name, f"{type(err).__name__}: {err}")
+    if found is None or isinstance(found, Reason):
+        return found
+    return Reason(RAISED, backend.name, repr(found))
 
 
 def unready(

@@ -239,7 +239,8 @@ class Backend(Protocol):
     def unavailable(self, target: DeviceTarget) -> Reason | None:
         """Say why this process cannot use the backend on ``target`` at all, or None.
 
-        Cheap, and free of side effects: it may be asked about a device that is not here.
+        Cheap, and free of side effects: it may be asked about a device that is not here. Raises nothing:
+        what it raises is a reason not to use the backend (``core.unavailable-raised``).
         """
 
     def prepare(self, target: DeviceTarget, problem: AttentionProblem, path: str) -> Reason | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import plugins, route
+from . import attempts, plugins
 from .target import DeviceTarget, target_of
 
 _AITER = "aiter"
@@ -50,7 +50,7 @@ def capability_reason(device: torch.device | str | int | None, op: str, backend:
     target = _target(device)
     if target is None:
         return f"{backend}: torch has no device {device}"
-    reason = route.unavailable(found, target, route.AUTO)
+    reason = attempts.unavailable(found, target)
     return "" if reason is None else str(reason)
 
 

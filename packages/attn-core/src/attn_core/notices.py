@@ -35,7 +35,7 @@ def announce(target: DeviceTarget, refused: tuple[Reason, ...], chosen: str) -> 
     for reason in worth_telling(refused, chosen):
         if first_time((target, *reason.key)):
             # The limit is part of the key and of the text; what was asked for changes every step.
-            text = reason.code.template.format(limit=reason.limit)
+            text = " ".join(reason.code.template.format(limit=reason.limit).split())
             LOGGER.warning("%s: %s [%s]; using %s", reason.candidate, text, reason.code.slug, chosen)
 
 

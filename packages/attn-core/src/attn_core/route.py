@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from . import rules
-from .attempts import Served, first_to_serve, unready
+from .attempts import RAISED, Served, first_to_serve, unavailable, unready
 from .backend import Backend, Path
-from .errors import NoRoute, Unsupported
+from .errors import NoRoute
 from .measured import NOTHING, Finding, Measured, Pair, Sizes, remember, sizes_of
 from .problem import AttentionProblem
 from .query import GraphLimits, Query
@@ -41,7 +41,7 @@ MEASURED = Code(
     "was measured slower on this device than {limit}",
     meaning="`attn tune` found another candidate to be faster for such a batch.",
 )
-CODES = (PINNED, NOT_REQUESTED, MEASURED)
+CODES = (PINNED, NOT_REQUESTED, MEASURED, RAISED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def screen(
     for backend in backends:
         # One that was not asked for is not asked either: its faults are no concern of this call.
         asked_for = requested == AUTO or requested.split("/")[0] == backend.name
-        missing = unavailable(backend, target, requested) if asked_for else None
+        missing = unavailable(backend, target, ours=requested == AUTO) if asked_for else None
         for path in backend.paths:
             name = f"{backend.name}/{path.name}"
             refusals: tuple[Reason, ...]
@@ -163,16 +163,6 @@ def check_requested(requested: str, backends: Sequence[Backend], candidates: Ite
     if requested not in (AUTO, *owners, *candidates):
         names = ", ".join([AUTO, *owners])
         raise NoRoute(f"backend: needs one of {names}, got {requested!r} [core.backend-name]", ())
-
-
-def unavailable(backend: Backend, target: DeviceTarget, requested: str) -> Reason | None:
-    """Return why a backend cannot be used on a device; one that raises Unsupported says it under ``auto``."""
-    try:
-        return backend.unavailable(target)
-    except Unsupported as late:
-        if requested != AUTO:
-            raise
-        return late.reason
 
 
 def _static(

@@ -13,11 +13,11 @@ from functools import lru_cache, partial
 import torch
 
 from . import plugins
-from .attempts import first_to_serve, unready
+from .attempts import first_to_serve, unavailable, unready
 from .backend import Backend, SamplingBackend, SamplingPath
 from .capability import ARCH
 from .reasons import Code, Reason, Stage
-from .route import AUTO, NOT_REQUESTED, Verdict, check_requested, no_route, unavailable
+from .route import AUTO, NOT_REQUESTED, Verdict, check_requested, no_route
 from .target import DeviceTarget
 
 OP = "chain_sampling"
@@ -115,7 +115,7 @@ def screen(
         if not isinstance(backend, SamplingBackend) or not backend.sampling:
             without.append(Reason(NO_SAMPLER, backend.name) if asked_for else _other(backend.name, requested))
             continue
-        missing = unavailable(backend, target, requested) if asked_for else None
+        missing = unavailable(backend, target, ours=requested == AUTO) if asked_for else None
         for path in backend.sampling:
             name = f"{backend.name}/{path.name}"
             if requested in (AUTO, backend.name, name):

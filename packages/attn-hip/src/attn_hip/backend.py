@@ -94,17 +94,17 @@ class Fa2Backend:
         self._gpu = Gpu()
 
     def unavailable(self, target: DeviceTarget) -> Reason | None:
-        """Say that something is missing on this machine; a GPU elsewhere is assumed to have what it needs.
-
-        Raises:
-            ValueError: ``ATTN_CPU_ISA`` names what this CPU cannot run.
-        """
+        """Say that something is missing on this machine; a GPU elsewhere is assumed to have what it needs."""
         if target.kind == "cpu":
             return self._host.unavailable()
         return self._gpu.unavailable(target)
 
     def prepare(self, target: DeviceTarget, problem: AttentionProblem, path: str) -> Reason | None:
-        """Load the native module, and a GPU's kernels; the first time on a machine this compiles them."""
+        """Load the native module, and a GPU's kernels; the first time on a machine this compiles them.
+
+        Raises:
+            ValueError: ``ATTN_CPU_ISA`` names what this CPU cannot run.
+        """
         failed = self._host.prepare()
         if failed is not None or path != TILE:
             return failed

@@ -38,12 +38,11 @@ class Host:
         return found
 
     def unavailable(self) -> Reason | None:
-        """Say why nothing can be loaded or built here, or None. Runs no program.
-
-        Raises:
-            ValueError: ``ATTN_CPU_ISA`` names what this CPU cannot run.
-        """
-        name = isa.chosen()
+        """Say why nothing can be loaded or built here, or None. Runs no program."""
+        try:
+            name = isa.chosen()
+        except ValueError:
+            return None  # prepare() says so
         if name in self._modules or name in self._failed or build.compiler_command() is not None:
             return None
         try:
@@ -57,7 +56,7 @@ class Host:
         """Load the module, building it if the cache has none; a failure is remembered.
 
         Raises:
-            ValueError: As for :meth:`unavailable`.
+            ValueError: ``ATTN_CPU_ISA`` names what this CPU cannot run.
         """
         name = name or isa.chosen()
         if name in self._modules:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 
 from .. import plugins, thresholds, tuned
+from ..attempts import unavailable
 from ..backend import Backend, Path
 from ..capability import Capability
 from ..errors import needs
@@ -248,7 +249,7 @@ def _devices(backend: Backend, path: Path) -> str:
     archs = path.capability.archs
     if archs is None:
         return "any"
-    return _listed(a for a in archs if a == "cpu" or backend.unavailable(parse_target(a)) is None)
+    return _listed(a for a in archs if a == "cpu" or unavailable(backend, parse_target(a)) is None)
 
 
 def _rules(backend: Backend) -> list[tuple[str, ...]]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .. import plugins
+from ..attempts import unavailable
 from ..backend import Backend
 from ..errors import needs
 from ..target import DeviceTarget, target_of
@@ -68,7 +69,7 @@ def _chosen(names: tuple[str, ...], where: DeviceTarget | None) -> list[Backend]
 def _why_not(backend: Backend, target: DeviceTarget) -> str | None:
     if not any(p.capability.archs is None or target.arch in p.capability.archs for p in backend.paths):
         return f"{backend.name}, which has no path for {target.arch}"
-    found = backend.unavailable(target)
+    found = unavailable(backend, target)
     return None if found is None else str(found)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from .. import plugins
+from ..attempts import unavailable
 from ..backend import Backend
 from ..target import DeviceTarget, target_of
 from .cases import KINDS, Case, Cases, cases_of
@@ -108,7 +109,7 @@ def _subject(backend: Backend, arch: str | None) -> Subject:
         if claims_it and not any(case.path is path for case in cases_of(backend, target)):
             refused = ", ".join(cases_of(backend, target).declined) or "its row contradicts itself"
             raise LookupError(f"{backend.name}/{path.name} claims {target.arch}, but has no case: {refused}")
-    missing = backend.unavailable(target)
+    missing = unavailable(backend, target)
     if missing is not None:
         raise LookupError(f"backend {backend.name!r} cannot be tested on {target.arch}: {missing}")
     return backend, target

@@ -21,7 +21,7 @@ from ...target import DeviceTarget, parse_target
 from ..axes import axes_of
 from ..cases import cases_of
 from ..tolerance import declared
-from .expect import expect
+from .expect import Violation, expect
 
 _ELSEWHERE = ("cpu", "sm_90", "gfx942:304", "gfx950:256", "gfx1201")
 _Q_LENS = (1, 2, 4, 8, 16, 17, 32, 33, 64, 128, 1024)
@@ -72,13 +72,21 @@ def answers_unavailable_without_side_effects(backend: Backend, target: DeviceTar
     """unavailable() may be asked about devices that are not here; it imports, starts and sets nothing."""
     for device in (target, *map(parse_target, _ELSEWHERE)):
         before = _process()
-        first, second = backend.unavailable(device), backend.unavailable(device)
+        first, second = _asked(backend, device), _asked(backend, device)
         text = f"unavailable({device}) changed the process: modules, environment, folder or GPU"
         expect(_process() == before, text)
         expect(first == second, f"unavailable({device}) gives {first}, then {second}")
         if first is not None:
             _check_reason(first, f"unavailable({device})")
             expect(first.code.stage is Stage.AVAILABILITY, f"unavailable({device}): stage {first.code.stage}")
+
+
+def _asked(backend: Backend, device: DeviceTarget) -> Reason | None:
+    try:
+        return backend.unavailable(device)
+    except (Exception, SystemExit) as err:
+        text = f"unavailable({device}) raised {type(err).__name__}: {err}; needs None or a Reason"
+        raise Violation(text) from err
 
 
 def _process() -> tuple[object, ...]:
