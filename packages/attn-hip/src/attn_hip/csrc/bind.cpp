@@ -28,17 +28,17 @@ constexpr int kCountWords = 6;
 static_assert(sizeof(MergeItem) == sizeof(WorkItem), "both have the same number of words in the image");
 
 // How a batch is planned, apart from the batch.
-PlanInput plan_input(int group, int num_kv_heads, int tile_q, int tile_kv, int min_chunk, int fine, int workers, int max_heads,
-                     int window_left, bool causal, const std::array<int64_t, 7>& pace, int64_t split, int64_t max_slots,
-                     int joined) {
+PlanInput plan_input(int group, int num_kv_heads, int tile_q, int tile_kv, int min_chunk, int fine, int workers,
+                     int max_heads, int window_left, bool causal, const std::array<int64_t, 7>& pace, int64_t split,
+                     int64_t max_slots, int joined) {
   require(group > 0 && num_kv_heads > 0 && tile_q > 0 && tile_kv > 0 && min_chunk > 0 && fine >= 0 && workers > 0 &&
               max_heads > 0,
           "native: sizes of a plan need to be positive [fa2.native]");
   require(split >= kSplitNever && window_left >= -1, "native: split and window_left need to be -1 or more [fa2.native]");
   require(joined >= 0, "native: partials that are joined need to be 0 or more [fa2.native]");
   require(*std::min_element(pace.begin(), pace.end()) >= 0, "native: a pace needs to be positive [fa2.native]");
-  return {nullptr, nullptr, 0, group, num_kv_heads, tile_q, tile_kv, min_chunk, fine, workers, joined, max_heads, window_left,
-          causal, {pace[0], pace[1], pace[2], pace[3], pace[4], pace[5], pace[6]}, split, max_slots};
+  return {nullptr, nullptr, 0, group, num_kv_heads, tile_q, tile_kv, min_chunk, fine, workers, joined, max_heads,
+          window_left, causal, {pace[0], pace[1], pace[2], pace[3], pace[4], pace[5], pace[6]}, split, max_slots};
 }
 
 // A plan whose memory comes from a plan that is gone, if there is one. Made and destroyed under Python's lock.
@@ -174,8 +174,8 @@ PYBIND11_MODULE(ATTN_MODULE, m) {
   py::class_<AppendParams>(m, "Append", py::module_local()).def(py::init(&append_params));
   py::class_<SampleParams>(m, "Sample", py::module_local()).def(py::init(&sample_params));
   py::class_<AttendParams>(m, "Problem", py::module_local());
-  py::class_<GpuDriver>(m, "GpuDriver", py::module_local()).def(py::init(&gpu_driver), py::arg(), py::arg(), py::arg(), py::arg(),
-                                                       py::arg(), py::arg("launch_after") = 0);
+  py::class_<GpuDriver>(m, "GpuDriver", py::module_local())
+      .def(py::init(&gpu_driver), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg("launch_after") = 0);
   py::class_<GpuFunction>(m, "GpuFunction", py::module_local()).def(py::init(&gpu_function));
   py::class_<GpuPlan::Arrays>(m, "GpuArrays", py::module_local())
       .def(py::init([](const std::array<uint64_t, 11>& a) {

@@ -19,8 +19,8 @@ class Held {
   // stream: (function, device) for the current stream's handle, or () on a CPU. tensors: (torch.Tensor, its is_neg, q, k,
   // out) of a run that was right; shapes of q and out; of k and v, after the first dimension, whose size is at least
   // least_rows.
-  Held(const py::object& api, const StorageApi& storage, const py::tuple& stream, const py::tuple& tensors, const py::tuple& q_and_out,
-       const py::tuple& k_tail, const py::tuple& v_tail, int64_t least_rows)
+  Held(const py::object& api, const StorageApi& storage, const py::tuple& stream, const py::tuple& tensors,
+       const py::tuple& q_and_out, const py::tuple& k_tail, const py::tuple& v_tail, int64_t least_rows)
       : api_(static_cast<const ExchangeApi*>(PyCapsule_GetPointer(api.ptr(), kExchangeName))), storage_(storage),
         tensor_(tensors[0]), is_neg_(tensors[1]), q_shape_(sizes(q_and_out[0])), out_shape_(sizes(q_and_out[1])),
         k_tail_(sizes(k_tail)), v_tail_(sizes(v_tail)), least_rows_(least_rows) {
@@ -37,7 +37,8 @@ class Held {
 
   size_t kv_dims() const { return k_tail_.size() + 1; }
 
-  // Reads a tensor that has memory for all its elements and is read as it is stored. No subclass is: it may mean anything.
+  // Reads a tensor that has memory for all its elements and is read as it is stored. No subclass is: it may mean
+  // anything.
   bool read(PyObject* object, ExchangeTensor* found) const {
     if (Py_TYPE(object) != reinterpret_cast<PyTypeObject*>(tensor_.ptr())) return false;
     if (api_->view(object, found)) return forget();
