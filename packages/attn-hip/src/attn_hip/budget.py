@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -111,9 +111,13 @@ def _gate_row(gate: Gate) -> list[object]:
     return cells
 
 
-def page() -> list[str]:
-    """Return the paragraphs of the reference page."""
-    budget = load()
+LOOP_COUNTS = ("valu", "slow", "mfma", "lds", "memory", "barrier")
+Part = str | Sequence[Sequence[object]]
+"""A paragraph, or a table: its head and its rows."""
+
+
+def page() -> list[Part]:
+    """Return the paragraphs and tables of the reference page."""
     return [
         "What the kernels for AMD may take, by compiler (`ziglang` is LLVM 22). The tests hold every build "
         "to these numbers. Nothing here was measured on a GPU.",
@@ -123,52 +127,36 @@ def page() -> list[str]:
         "so at head dim 64 gfx950, whose products are twice as fast, cannot reach 0.8: 0.67 with nothing "
         "but the softmax. Widening fp8 takes an instruction for every pair of elements at the least, against "
         "memory that brings twice as many.",
-        _table(("figure", "goal", *LDS_BYTES), map(_gate_row, GATES)),
+        [("figure", "goal", *LDS_BYTES), *map(_gate_row, GATES)],
         "## Registers and shared memory",
-        "`waves` is how many waves one SIMD holds at once, by vector registers and shared memory.",
-        _table(
-            (
-                "kernel",
-                "arch",
-                "compiler",
-                "vgpr",
-                "of them agpr",
-                "sgpr",
-                "lds bytes",
-                "scratch",
-                "spills",
-                "waves",
-            ),
-            (
-                [r[k] for k in ("variant", "arch", "compiler", "vgpr", "agpr", "sgpr", "lds", "scratch")]
-                + [r["vgpr_spills"] + r["sgpr_spills"], r["waves"]]
-                for r in budget["resources"]
-            ),
-        ),
+        "No kernel spills registers or takes scratch memory. `vgpr` counts the accumulation registers too, "
+        "`agpr`; `lds` is bytes of a block; `waves` is how many one SIMD holds at once, by vector registers "
+        "and shared memory.",
+        *_by_build("resources", ("variant", "vgpr", "agpr", "sgpr", "lds", "waves"), "kernel"),
         "## A step of the loop",
         "Instructions of all waves of a block for 64 more keys, counted while the compiled code was "
         "interpreted. `matrix/vector` is clocks of matrix instructions over clocks of vector instructions, "
         "`issue/memory` the clocks a SIMD issues in over the clocks that reading the keys takes at the peak "
-        "rate of memory, `conflicts` the clocks of shared memory over those without bank conflicts. Clocks "
-        "are those of a model: 4 for a vector instruction, 16 for a transcendental one, the peak rate for "
-        "a matrix one.",
-        _table(
-            ("case", "arch", "compiler", *LOOP_COUNTS, "matrix/vector", "issue/memory", "conflicts"),
-            (
-                [r[k] for k in ("case", "arch", "compiler", *LOOP_COUNTS)]
-                + [f"{r[k]:.2f}" for k in ("matrix_over_vector", "issue_over_memory", "conflicts")]
-                for r in budget["loops"]
-            ),
-        ),
+        "rate of memory; the goals' `conflicts` are the clocks of shared memory over those without bank "
+        "conflicts. Clocks are those of a model: 4 for a vector instruction, 16 for a transcendental one, "
+        "the peak rate for a matrix one.",
+        *_by_build("loops", ("case", *LOOP_COUNTS, "matrix_over_vector", "issue_over_memory"), "case"),
     ]
 
 
-LOOP_COUNTS = ("valu", "slow", "mfma", "lds", "memory", "barrier")
+def _by_build(rows: str, columns: Sequence[str], first: str) -> Iterator[Part]:
+    """A heading and a table for each arch and compiler."""
+    builds = dict.fromkeys((row["arch"], row["compiler"]) for row in load()[rows])
+    for build in builds:
+        yield f"### {rows.capitalize()}: {', '.join(build)}"
+        mine = (row for row in load()[rows] if (row["arch"], row["compiler"]) == build)
+        head = (first, *(name.replace("_over_", "/") for name in columns[1:]))
+        yield [head, *([_figure(row[name]) for name in columns] for row in mine)]
+
+
+def _figure(value: object) -> object:
+    return f"{value:.2f}" if isinstance(value, float) else value
+
+
 PAGES = {"amd-kernels.md": ("AMD kernels", page)}
-"""Reference pages of this package: file name to title and paragraphs."""
-
-
-def _table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    lines = [list(head), *([str(cell) for cell in row] for row in rows)]
-    text = [f"| {' | '.join(line)} |" for line in lines]
-    return "\n".join([text[0], f"|{' --- |' * len(lines[0])}", *text[1:]])
+"""Reference pages of this package: file name to title and what is on them."""
