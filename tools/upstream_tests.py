@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import inspect
 import json
 import os
 import random
@@ -25,6 +26,7 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -54,6 +56,9 @@ SIZES = (
     ("head_dim", "head_dim_qk", "N"),
 )
 SITE = "from attn_core.compat import install\ninstall()\n"
+SITE_ON_CPU = "import torch\ntorch.cuda.synchronize = lambda *args: None\n"
+CAPABILITY = (9, 0)
+"""What a CPU says when tests ask which of their cases the GPU can run."""
 
 
 def main() -> int:
@@ -82,7 +87,8 @@ def main() -> int:
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
             _to_cpu(tests)
             _play_graphs()
-        _found_in_subprocesses(Path(there))
+            _play_device(root)
+        _found_in_subprocesses(Path(there), SITE + (SITE_ON_CPU if asked.device == "cpu" else ""))
         sys.path[:0] = [str(there), str(tests), str(tests / "test_helpers")]
         outcome = Outcome(asked.cases, asked.cost, asked.seed)
         found = [tests / name for name in asked.files] or sorted(tests.rglob("test_*.py"))
@@ -208,10 +214,10 @@ def _to_cpu(tests: Path) -> None:
         path.write_text(text)
 
 
-def _found_in_subprocesses(there: Path) -> None:
+def _found_in_subprocesses(there: Path, site: str) -> None:
     """Let programs that a test starts find the same package."""
     (there / "site").mkdir()
-    (there / "site" / "sitecustomize.py").write_text(SITE)
+    (there / "site" / "sitecustomize.py").write_text(site)
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(there / "site"), before]))
 
@@ -257,16 +263,20 @@ def _record(graph: _Graph, *args: object, **kwargs: object) -> Iterator[None]:
 def _recorded(real: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(real)
     def call(*args: Any, **kwargs: Any) -> Any:
-        result = real(*args, **kwargs)
-        if _Graph.recording is not None:
-            _Graph.recording.calls.append((functools.partial(real, *args, **kwargs), result))
+        graph, _Graph.recording = _Graph.recording, None  # what it calls in turn is part of it
+        try:
+            result = real(*args, **kwargs)
+        finally:
+            _Graph.recording = graph
+        if graph is not None:
+            graph.calls.append((functools.partial(real, *args, **kwargs), result))
         return result
 
     return call
 
 
 def _play_graphs() -> None:
-    """Put stand-ins where tests look for streams and graphs, and record what wrappers run."""
+    """Put stand-ins where tests look for streams and graphs, and record what is called in one."""
     for name, instead in {
         "CUDAGraph": _Graph, "graph": _record, "Stream": _Stream, "current_stream": lambda *args: _Stream(),
         "stream": lambda stream: contextlib.nullcontext(), "synchronize": lambda *args: None,
@@ -276,6 +286,15 @@ def _play_graphs() -> None:
         kind = getattr(attn_core, name)
         if isinstance(kind, type) and "run" in vars(kind):
             _replace(kind, "run", _recorded(vars(kind)["run"]))
+        elif inspect.isfunction(kind):
+            for module in (attn_core, sys.modules[kind.__module__]):
+                setattr(module, name, _recorded(kind))
+
+
+def _play_device(root: ModuleType) -> None:
+    """Answer as a GPU that their tests of fa2 are for, so that they do not skip what runs here."""
+    root.utils.get_compute_capability = lambda device: CAPABILITY
+    torch.cuda.get_device_capability = lambda device=None: CAPABILITY
 
 
 if __name__ == "__main__":
