@@ -114,3 +114,16 @@ def test_a_missing_or_wrong_sink_is_refused():
     ):  # fmt: skip
         with pytest.raises(error, match="core"):
             wrapper.run(q, p.cache, *args)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "cuda:99:0", "xpu", -1])
+def test_a_device_that_is_not_here_is_named(device):
+    with pytest.raises(ValueError, match=r"device: needs .*, got .* \[core\.device\]"):
+        BatchAttention(device=device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="device 0 is there")
+@pytest.mark.parametrize("device", [0, "cuda"])
+def test_a_gpu_where_there_is_none_is_named(device):
+    with pytest.raises(ValueError, match=r"device: needs a device .*cuda.* \[core\.device\]"):
+        BatchAttention(device=device)

@@ -139,6 +139,16 @@ class TakesAnyScale(Direct):
         pass
 
 
+class TakesAScaleThatIsNotFinite(Direct):
+    caught_by = DECLINES
+
+    def is_scale(self, scale):
+        return scale is None or type(scale) is float
+
+    def go(self, launch, image, io):
+        pass
+
+
 class TakesAListForACache(Direct):
     caught_by = DECLINES
 

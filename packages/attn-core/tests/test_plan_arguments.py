@@ -6,7 +6,7 @@ import torch
 from attn_core.batch import paged_batch, ragged_batch
 from attn_core.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 
-from .kit import decode_wrapper, ints, pages, workspace
+from .kit import SIZES, decode_wrapper, ints, offsets, paged_wrapper, pages, workspace
 
 
 def every_other(t):
@@ -52,3 +52,19 @@ def test_a_stated_maximum_is_an_int(name, value):
     wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace())
     with pytest.raises(TypeError, match=rf"{name}: needs an int.*\[core\.max-length\]"):
         wrapper.plan(ints(0, 2), ints(0, 5), 4, 2, 8, **{name: value})
+
+
+@pytest.mark.parametrize("entries", [0, 1, 3, 5])
+def test_last_page_lengths_of_another_batch_are_named(entries):
+    p = pages([9, 3])
+    last = torch.ones(entries, dtype=torch.int32)
+    named = (
+        rf"kv_last_page_len: needs 2 entries, as kv_indptr has .* 3, got {entries}, .* \[core\.last-page\]"
+    )
+    with pytest.raises(ValueError, match=named):
+        decode_wrapper().plan(p.indptr, p.indices, last, *SIZES)
+    with pytest.raises(ValueError, match=named):
+        paged_wrapper().plan(offsets([1, 2]), p.indptr, p.indices, last, *SIZES)
+    three = offsets([1, 2, 1]), p.indptr, p.indices, ints(1, 1, 1)
+    with pytest.raises(ValueError, match=r"kv_indptr: needs batch size \+ 1 = 4 entries, got 3"):
+        paged_wrapper().plan(*three, *SIZES)

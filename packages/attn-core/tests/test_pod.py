@@ -26,7 +26,7 @@ def test_one_request_prefills_while_a_batch_decodes(order):
     wrapper = PODWithPagedKVCacheWrapper(workspace(), order)
     wrapper.plan(*p.table, *SIZES, window_left=6, sm_scale=0.3, **F32)
     out_p, out_d = wrapper.run(
-        q_p, k_p, v_p, q_d, p.cache, causal_p=True, window_left_p=4, return_lse_p=True, q_scale=2.0,
+        q_p, k_p, v_p, q_d, p.cache, causal_p=True, window_left_p=4, q_scale=2.0,
         k_scale=0.5, v_scale=3.0,
     )  # fmt: skip
     close(out_p, oracle(q_p, [k_p], [v_p], [5], causal=True, window=4)[0], 2e-6)
@@ -34,6 +34,27 @@ def test_one_request_prefills_while_a_batch_decodes(order):
     close(out_d, want, 6e-6)
     assert not wrapper.is_cuda_graph_enabled
     wrapper.end_forward()
+
+
+@pytest.mark.parametrize("asked", [(True, False), (False, True), (True, True)])
+def test_each_part_returns_its_lse_where_asked(asked):
+    (q_p, k_p, v_p), p, q_d = request(), pages([9, 3, 12]), queries(3, 4, 8)
+    wrapper = PODWithPagedKVCacheWrapper(workspace())
+    wrapper.plan(*p.table, *SIZES, **F32)
+    given = q_p, k_p, v_p, q_d, p.cache
+    found = wrapper.run(*given, causal_p=True, return_lse_p=asked[0], return_lse_d=asked[1])
+    want = (
+        oracle(q_p, [k_p], [v_p], [5], causal=True),
+        oracle(q_d, p.keys, p.values, [1, 1, 1]),
+    )
+    for part, wanted, pair in zip(found, want, asked, strict=True):
+        out, lse = part if pair else (part, None)
+        close(out, wanted[0], 2e-6)
+        if lse is not None:
+            close(lse, wanted[1], 2e-6)
+    for name in ("return_lse_p", "return_lse_d"):
+        with pytest.raises(TypeError, match=rf"{name}: needs True or False, got str \[core\.flag\]"):
+            wrapper.run(*given, **{name: "no"})
 
 
 def test_the_prefill_part_takes_a_mask_and_heads_first():

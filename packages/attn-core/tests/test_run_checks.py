@@ -39,6 +39,11 @@ BAD_RUNS = {  # what is given instead, and what the message must say
     "scale size": (lambda q, p: {"k_scale": torch.ones(2)}, "k_scale: needs one element"),
     "scale type": (lambda q, p: {"v_scale": "2"}, "v_scale: needs a number"),
     "scale bool": (lambda q, p: {"q_scale": True}, "q_scale: needs a number"),
+    "scale nan": (lambda q, p: {"q_scale": math.nan}, "q_scale: needs a finite number, .* got nan"),
+    "scale inf": (lambda q, p: {"k_scale": math.inf}, "k_scale: needs a finite number, .* got inf"),
+    "scale of float64": (lambda q, p: {"v_scale": -1e39}, "v_scale: needs a finite number, .* got -1e"),
+    "scale of an int": (lambda q, p: {"v_scale": 10**400}, "v_scale: needs a finite number"),
+    "scale tensor": (lambda q, p: {"k_scale": torch.tensor(math.nan)}, "k_scale: needs a finite number"),
     "window": (lambda q, p: {"window_left": 3}, "window_left: needs the planned -1, got 3"),
 }
 

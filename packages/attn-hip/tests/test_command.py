@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from attn_hip import build, cache, commands, isa
+from attn_hip import build, cache, commands, isa, toolchain
 
 APP = typer.Typer()
 APP.command("build")(commands.build)
@@ -54,8 +54,8 @@ def test_all_go_on_after_a_failure(asked: list[str]) -> None:
     status, out, err = run("--isa", "all")
     assert status == 1
     assert asked == list(isa.FLAGS)
-    assert "avx2: x.cpp:1: error: bad (log: /l)" in err
-    assert "avx512: needs ATTN_CACHE_DIR: a writable directory, got /ro" in err
+    assert "avx2: x.cpp:1: error: bad (log: /l) [fa2.build]\n" in err
+    assert "avx512: needs ATTN_CACHE_DIR: a writable directory, got /ro [fa2.cache]\n" in err
     assert out.count("native.so") == 2
 
 
@@ -64,10 +64,13 @@ def test_a_cause_that_all_share_is_said_once(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(isa, "known", lambda: ("avx2", "generic"))
     status, out, err = run("--isa", "all")
-    wanted = (
-        "attn build: avx2, generic: needs a C++17 compiler (g++, c++, clang++), got none that can be run\n"
-    )
-    assert (status, out, err) == (1, "", wanted)
+    needed = "a C++17 compiler (g++, c++, clang++), got none that can be run [fa2.compiler]"
+    assert (status, out, err) == (1, "", f"attn build: avx2, generic: needs {needed}\n")
+    monkeypatch.setattr(toolchain, "commands", lambda arch: [])
+    status, out, err = run("--arch", "gfx942")
+    assert (status, out) == (1, "")
+    assert err.startswith("attn build: needs a compiler for gfx942")
+    assert err.endswith("got none [fa2.device-compiler]\n")
 
 
 def test_json_is_one_object(asked: list[str]) -> None:
@@ -75,7 +78,7 @@ def test_json_is_one_object(asked: list[str]) -> None:
     said = json.loads(out)
     assert (status, err, said["ok"]) == (1, "", False)
     assert [row["isa"] for row in said["builds"]] == ["generic", "avx2"]
-    assert said["builds"][1]["error"] == "x.cpp:1: error: bad (log: /l)"
+    assert said["builds"][1]["error"] == "x.cpp:1: error: bad (log: /l) [fa2.build]"
 
 
 @pytest.mark.parametrize("arguments", [("--isa", "mmx"), ("--isa", "generic", "--isa", "")])

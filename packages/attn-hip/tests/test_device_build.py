@@ -90,9 +90,8 @@ def test_a_compiler_that_cannot_is_named_once(tmp_path: Path, monkeypatch: pytes
         "amdclang++, which cannot"
     )
     ran = CliRunner().invoke(APP, ["--arch", "gfx942"])
-    assert (ran.exit_code, ran.stderr) == (
-        1, f"attn build: needs ATTN_HIP_CXX={old} to compile for gfx942, got amdclang++, which cannot\n",
-    )  # fmt: skip
+    needed = f"ATTN_HIP_CXX={old} to compile for gfx942, got amdclang++, which cannot"
+    assert (ran.exit_code, ran.stderr) == (1, f"attn build: needs {needed} [fa2.device-compiler]\n")
 
 
 def test_a_failed_build_quotes_the_compiler_and_stops_no_other(sources: Path) -> None:

@@ -118,6 +118,7 @@ def paged_batch(
         indices, max_page_id = page_ids(host.get("kv_indices"), kv_indices, total_pages)
         kv_len, known = torch.tensor(lengths, dtype=torch.int32), (min(lengths), max(lengths), sum(lengths))
     else:
+        _check_last_pages(last, indptr, host.get("qo_indptr"))
         pages, total_pages, min_pages, max_pages = lengths_of("kv_indptr", indptr, last.numel())
         if max_pages * page_size > INT32_MAX:
             want = f"at most {INT32_MAX} tokens per request"
@@ -290,6 +291,16 @@ def lengths_of(name: str, indptr: torch.Tensor, batch_size: int) -> tuple[torch.
         want = f"at least {name}[{at}] = {int(indptr[at])} (non-decreasing)"
         raise ValueError(needs(f"{name}[{at + 1}]", want, int(indptr[at + 1]), "core.indptr"))
     return lengths, total, low, high
+
+
+def _check_last_pages(last: torch.Tensor, indptr: torch.Tensor, qo_indptr: torch.Tensor | None) -> None:
+    """Raise for lengths of another batch, unless qo_indptr shows that kv_indptr is the odd one out."""
+    requests = indptr.numel() - 1
+    agree = qo_indptr is not None and qo_indptr.numel() - 1 == last.numel()
+    if requests >= 0 and last.numel() != requests and not agree:
+        want = f"{requests} entries, as kv_indptr has batch size + 1 = {requests + 1}"
+        got = f"{last.numel()}, which go with {last.numel() + 1}"
+        raise ValueError(needs("kv_last_page_len", want, got, "core.last-page"))
 
 
 def page_ids(host: torch.Tensor | None, given: torch.Tensor, total: int) -> tuple[torch.Tensor, int | None]:

@@ -9,6 +9,8 @@ import torch
 
 from .errors import needs
 
+_FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+
 
 def flag(name: str, value: object) -> bool:
     """Return a switch given as a bool (numpy's too), as 0 or 1, or as None for off.
@@ -129,6 +131,18 @@ def whole(name: str, value: object, code: str, least: int | None = None) -> int:
     if least is not None and value < least:
         raise ValueError(needs(name, f"at least {least}", value, code))
     return value
+
+
+def finite(name: str, value: float, code: str) -> float:
+    """Return a number that kernels can multiply by.
+
+    Raises:
+        ValueError: NaN, infinite, or beyond what a float32 holds.
+    """
+    if not -_FLOAT32_MAX <= value <= _FLOAT32_MAX:  # torch.compile traces no math.isfinite
+        got = value if isinstance(value, float) else "a longer integer"
+        raise ValueError(needs(name, "a finite number, as a float32 too", got, code))
+    return float(value)
 
 
 def check_reach(name: str, tensor: torch.Tensor, device: torch.device) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 import torch
 
 from .arguments import as_dtype, as_pos_encoding
-from .checking import flag, whole
+from .checking import finite, flag, whole
 from .errors import needs
 from .problem import AttentionProblem, MaskMode, Op, PagedKV, PosEncoding, RaggedKV
 
@@ -103,15 +103,13 @@ def number(name: str, value: object, default: float) -> float:
 
     Raises:
         TypeError: Not a number.
-        ValueError: Not finite.
+        ValueError: Not finite, as a float32 either.
     """
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(needs(name, "a number", type(value).__name__, "core.number"))
-    if value != value or abs(value) == math.inf:  # torch.compile traces no math.isfinite
-        raise ValueError(needs(name, "a finite number", value, "core.number"))
-    return float(value)
+    return finite(name, value, "core.number")
 
 
 def make_problem(

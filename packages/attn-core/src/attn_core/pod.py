@@ -6,15 +6,18 @@ the same, the overlap is not there.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .arguments import refuse
+from .checking import flag
 from .decode_paged import BatchDecodeWithPagedKVCacheWrapper
 from .errors import needs
 from .options import Dtype, forward_changes
 from .pod_batch import BatchPODWithPagedKVCacheWrapper, pod_dtypes
 from .problem import check_kv_order
-from .run_options import KVCache
+from .run_options import KVCache, Result
 from .single import single_prefill_with_kv_cache
 from .tracing import Scale
 
@@ -129,7 +132,7 @@ class PODWithPagedKVCacheWrapper:
         use_fp16_qk_reduction: bool = False,
         enable_pdl: bool | None = None,
         *args: object,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Any, Any]:
         """Attend with both parts.
 
         Args:
@@ -148,7 +151,8 @@ class PODWithPagedKVCacheWrapper:
             window_left_p: See ``q_p``.
             rope_scale_p: See ``q_p``.
             rope_theta_p: See ``q_p``.
-            return_lse_p: No effect, as upstream: no log-sum-exp is returned.
+            return_lse_p: Give ``(out_p, lse_p)`` in place of ``out_p``, the log-sum-exp in base 2. (Upstream
+                ignores it.)
             custom_mask_d: Not supported, as the next one.
             packed_custom_mask_d: Not supported.
             causal_d: No effect: a decoding request has one row.
@@ -162,13 +166,14 @@ class PODWithPagedKVCacheWrapper:
             q_scale: Multiplies ``q_d``, the decode part's alone, like the next two.
             k_scale: Multiplies its keys.
             v_scale: Multiplies its output.
-            return_lse_d: No effect, as ``return_lse_p``.
+            return_lse_d: As ``return_lse_p``, of the decode part.
             use_fp16_qk_reduction: Permits a less exact sum; no backend here makes use of it.
             enable_pdl: A launch hint of upstream without meaning here.
             *args: None are taken.
 
         Returns:
-            ``(out_p, out_d)``, shaped as ``q_p`` and ``q_d``.
+            ``(out_p, out_d)``, shaped as ``q_p`` and ``q_d``; either is a pair ``(out, lse)`` where its lse
+            was asked for.
 
         Raises:
             ValueError: No plan, or a tensor differs from what was planned.
@@ -181,15 +186,17 @@ class PODWithPagedKVCacheWrapper:
             kv_layout_d, pos_encoding_mode_d, window_left_d,
             {"sm_scale": sm_scale_d, "rope_scale": rope_scale_d, "rope_theta": rope_theta_d},
         )  # fmt: skip
-        out_p = single_prefill_with_kv_cache(
+        lse_p, lse_d = flag("return_lse_p", return_lse_p), flag("return_lse_d", return_lse_d)
+        p: Result = single_prefill_with_kv_cache(
             q_p, k_p, v_p, custom_mask=custom_mask_p, packed_custom_mask=packed_custom_mask_p,
             causal=causal_p, kv_layout=kv_layout_p, pos_encoding_mode=pos_encoding_mode_p,
             sm_scale=sm_scale_p, window_left=window_left_p, rope_scale=rope_scale_p,
-            rope_theta=rope_theta_p, backend=self._requested,
+            rope_theta=rope_theta_p, return_lse=lse_p, backend=self._requested,
         )  # fmt: skip
-        out_d = self._decode.run(q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-        assert isinstance(out_p, torch.Tensor) and isinstance(out_d, torch.Tensor)  # noqa: PT018
-        return out_p, out_d
+        d: Result = self._decode.run(
+            q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=lse_d
+        )
+        return p, d
 
     def _check_stated(
         self, kv_layout: str, pos_encoding_mode: str, window_left: int, numbers: dict[str, float | None]

@@ -9,7 +9,7 @@ import torch
 from .arena import Image
 from .backend import DeviceImage, DirectRun, RunShapes, TensorContract
 from .batch import HostBatch
-from .checking import apart, dense
+from .checking import apart, dense, finite
 from .errors import needs
 from .frozen import FrozenShape
 from .problem import PagedKV
@@ -240,7 +240,8 @@ def check_scale(name: str, value: object, device: torch.device) -> Scale:
 
     Raises:
         TypeError: Neither a number nor a dense tensor.
-        ValueError: A tensor of more than one element, without memory, or on another device.
+        ValueError: A tensor of more than one element, without memory, or on another device; a number, or the
+            value of a tensor on the CPU, that is not finite.
     """
     if value is None:
         return 1.0
@@ -250,7 +251,9 @@ def check_scale(name: str, value: object, device: torch.device) -> Scale:
             raise ValueError(needs(name, "one element (per-tensor)", tuple(value.shape), "core.scale"))
         if value.device.type != "cpu" and value.device != device:
             raise ValueError(needs(name, f"a tensor on {device}", value.device, "core.scale"))
-        return float(value) if value.device.type == "cpu" else value.reshape(()).float()
+        if value.device.type != "cpu":
+            return value.reshape(()).float()
+        return finite(name, float(value), "core.scale")
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(needs(name, "a number or a one-element tensor", type(value).__name__, "core.scale"))
-    return float(value)
+    return finite(name, value, "core.scale")

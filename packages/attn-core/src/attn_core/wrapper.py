@@ -325,7 +325,13 @@ class OwnWorkspace(AttentionWrapper):
 
     def __init__(self, device: str | torch.device, kv_layout: str, backend: str) -> None:
         where = device_of(device)
-        super().__init__(torch.empty(0, dtype=torch.uint8, device=where), kv_layout, backend, None)
+        try:
+            memory = torch.empty(0, dtype=torch.uint8, device=where)
+        except (RuntimeError, AssertionError) as err:  # the second where torch is built without the device
+            said = str(err).partition("\n")[0]
+            want = "a device that torch can use here"
+            raise ValueError(needs("device", want, f"{where} ({said})", "core.device")) from None
+        super().__init__(memory, kv_layout, backend, None)
 
     def _available(self) -> None:
         return None

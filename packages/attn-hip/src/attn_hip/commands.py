@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from attn_core.errors import needs
 
 from . import build as builder
-from . import cache, device_build, gpu, isa, toolchain
+from . import cache, codes, device_build, gpu, isa, toolchain
 from .device_build import Built, Job, Outcome
 
 _ALL, _CPU = "all", "cpu"
@@ -69,9 +69,12 @@ def build(
         else:
             _refuse("--isa", names, "--arch cpu")
             jobs = _jobs(targets, compilers or [])
-    except (ValueError, builder.NoCompiler) as err:
+    except ValueError as err:
         typer.echo(f"attn build: {err}", err=True)
-        raise typer.Exit(_BAD_INPUT if isinstance(err, ValueError) else _FAILED) from None
+        raise typer.Exit(_BAD_INPUT) from None
+    except builder.NoCompiler as err:
+        typer.echo(f"attn build: {_coded(err, gpu=True)}", err=True)
+        raise typer.Exit(_FAILED) from None
     failed = _for_cpu(wanted, as_json) if targets == [_CPU] else _for_gpus(jobs, place, as_json)
     if failed:
         raise typer.Exit(_FAILED)
@@ -150,7 +153,7 @@ def _for_gpus(jobs: list[Job], place: Path | None, as_json: bool) -> bool:
         try:
             folders = device_build.pack(found, place)
         except OSError as err:
-            typer.echo(f"attn build: --pack: {err}", err=True)
+            typer.echo(f"attn build: {needs('--pack', 'a folder to write into', err, 'fa2.pack')}", err=True)
             return True
         if not as_json:
             for folder in folders:
@@ -160,7 +163,20 @@ def _for_gpus(jobs: list[Job], place: Path | None, as_json: bool) -> bool:
 
 def _faults(outcomes: list[Outcome]) -> list[str]:
     """Return what went wrong, each cause once."""
-    return list(dict.fromkeys(str(result) for _, result in outcomes if not isinstance(result, Built)))
+    return list(
+        dict.fromkeys(_coded(found, gpu=True) for _, found in outcomes if not isinstance(found, Built))
+    )
+
+
+def _coded(err: Exception, *, gpu: bool) -> str:
+    """Return what a build says of its failure, with the code that a plan() would give as its reason."""
+    if isinstance(err, cache.CacheError):
+        code = codes.CACHE
+    elif isinstance(err, builder.NoCompiler):
+        code = codes.DEVICE_COMPILER if gpu else codes.COMPILER
+    else:
+        code = codes.DEVICE_BUILD if gpu else codes.BUILD
+    return f"{err} [{code.slug}]"
 
 
 def _show(found: list[Built], as_json: bool) -> None:
@@ -215,7 +231,7 @@ def _one(name: str, *, quiet: bool) -> dict[str, object]:
         try:
             path: Path = builder.ensure(name, step)
         except (builder.BuildError, cache.CacheError) as err:
-            row["error"] = str(err)
+            row["error"] = _coded(err, gpu=False)
         else:
             row |= {"path": str(path), "seconds": cache.manifest(path.parent).get("seconds")}
     return row

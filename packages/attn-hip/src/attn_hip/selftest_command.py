@@ -53,7 +53,8 @@ def selftest(
         try:
             to.write_text(text + "\n", encoding="utf-8")
         except OSError as err:
-            typer.echo(f"attn selftest: --report: {err}", err=True)
+            said = needs("--report", "a file to write", err, "fa2.report")
+            typer.echo(f"attn selftest: {said}", err=True)
             raise typer.Exit(_BAD_INPUT) from None
     if as_json:
         typer.echo(text)

@@ -34,7 +34,7 @@ _PLAN_VALUES: dict[str, tuple[object, ...]] = {
 }  # fmt: skip
 _PAGED_VALUES = {**_PLAN_VALUES, "page_size": (0, -1, 1.5), "window_left": ("x", 2.0)}
 _SCALES: dict[str, tuple[object, ...]] = {
-    "q_scale": ("x", torch.ones(2)), "k_scale": (True, []), "v_scale": ("x", 1j),
+    "q_scale": ("x", torch.ones(2)), "k_scale": (True, [], float("nan")), "v_scale": ("x", 1j),
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import torch
 from ..backend import DeviceImage, DirectRun, RunIO, RunShapes
 from ..checking import apart_from, readable
 
-_SCALES = (type(None), float)
+_LARGEST_SCALE = 3.4e38
 
 
 class MiniDirect:
@@ -93,4 +93,4 @@ class MiniDirect:
 
     def is_scale(self, scale: object) -> bool:
         """Return whether a scale is one."""
-        return type(scale) in _SCALES
+        return scale is None or (type(scale) is float and abs(scale) <= _LARGEST_SCALE)

@@ -359,6 +359,7 @@ RUN: dict[str, Misuse] = {
     "lse:dtype": _out("lse", lambda t: t.half()), "lse:shape": _out("lse", lambda t: torch.cat([t, t], 1)),
     "lse:3-D": _out("lse", lambda t: t[None]), "lse:list": _out("lse", lambda t: t.tolist()),
     "scale:two": _anywhere(k_scale=torch.ones(2)), "scale:str": _anywhere(v_scale="1"),
+    "scale:nan": _anywhere(k_scale=NAN), "scale:inf": _anywhere(v_scale=float("inf")),
     "scale:bool": _anywhere(q_scale=True), "scale:list": _anywhere(k_scale=[1.0]),
     "scale:meta": _anywhere(v_scale=torch.ones(1, device="meta")),
     "window": _planned_window, "sinks": _paged(sinks=torch.zeros(4)),

@@ -4,6 +4,7 @@
 // checks in Python, which can say what is wrong, see it. Nothing here may be more lenient than those.
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <memory>
 #include <vector>
 
@@ -182,7 +183,7 @@ class DirectCall {
     if (scale == Py_None) return true;
     if (!PyFloat_CheckExact(scale)) return false;
     *found = float(PyFloat_AS_DOUBLE(scale));
-    return true;
+    return std::isfinite(*found);
   }
 };
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -250,7 +251,7 @@ def _together(made: Made, k: torch.Tensor) -> Iterator[tuple[str, Arguments]]:
     if not made.shapes.lse:
         yield "an lse that the plan does not serve", {"lse": torch.empty(out.shape[:2], device=out.device)}
     for name in ("q_scale", "k_scale", "v_scale"):
-        for value in ("1", torch.ones(2), 1j, True):
-            yield f"{name}: {type(value).__name__}", {name: value}
+        for value in ("1", torch.ones(2), 1j, True, math.nan, -math.inf, 1e39):
+            yield f"{name}: {value!r}", {name: value}
         if not made.case.path.contract.scales:
             yield f"{name}, which the path does not take", {name: 0.5}
