@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 import attn_core
 from attn_compile import plugin

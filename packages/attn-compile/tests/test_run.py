@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 import attn_compile.plugin as plugin
 from attn_core import (

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 from attn_compile.testing.copies import Allocations
 from attn_core import (
