@@ -31,6 +31,7 @@ def test_seq_lens_buffers_are_cut_to_the_batch_and_their_tail_is_not_read():
         ints(0, 0, 0),
         ints(9, 3, 12).view(3, 1),
         torch.tensor([9, 3, 12, 77]),
+        ints(9, 3, 12, 77).to(torch.uint32),
     ):
         wrapper, _, _ = planned(seq_lens=lens)
         assert same_bits(wrapper.run(q, p.cache), want.run(q, p.cache))
@@ -42,6 +43,8 @@ def test_seq_lens_buffers_are_cut_to_the_batch_and_their_tail_is_not_read():
         (ints(9, 3), "at least batch size 3 entries, got 2"),
         (ints(9, 4, 12), r"seq_lens\[1\]: needs at most 3, .* got 4"),
         (torch.tensor([2**40, 3, 12]), r"seq_lens\[0\]: needs a value that fits int32"),
+        (ints(-1, 3, 12).to(torch.uint32), r"seq_lens\[0\]: needs a value that fits int32, got 4294967295"),
+        (ints(9, 4, 12).to(torch.uint32), r"seq_lens\[1\]: needs at most 3, .* got 4"),
         (torch.tensor([9.0, 3.0, 12.0]), "seq_lens: needs dtype int32"),
         ([9, 3, 12], "seq_lens: needs an int32 tensor, got list"),
     ],
@@ -65,6 +68,7 @@ def test_stated_lengths_are_only_checked():
         launch = wrapper._state.launch
         plan(**stated)
         assert wrapper._state.launch == launch
+        plan(seq_lens_q=ints(4, 1, 2).to(torch.uint32))
         for name, bad, message in (
             ("max_token_per_sequence", 3, "at least 4.*got 3"),
             ("max_sequence_kv", 11, "at least 12.*got 11"),

@@ -47,6 +47,9 @@ def test_what_vllm_compares_before_every_run():
     assert (decode._window_left, decode._logits_soft_cap, decode._sm_scale) == (5, 30.0, 0.3)
     assert (decode._causal, decode._pos_encoding_mode) == (False, "NONE")
     assert (decode._rope_scale, decode._rope_theta) == (1.0, 1e4)
+    assert decode_wrapper()._max_kv_len is None
+    assert type(decode._max_kv_len) is int
+    assert decode._max_kv_len == 9
     mask = torch.ones(2 * 9 + 3 * 6, dtype=torch.bool)
     assert prefill(causal=True, custom_mask=mask)[0]._causal is False
     for wrapper in (prefill(causal=True)[0], ragged_wrapper()):

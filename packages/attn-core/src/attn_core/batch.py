@@ -193,8 +193,13 @@ def to_host(named: Mapping[str, torch.Tensor], device: torch.device = CPU) -> di
 
 
 def flat(given: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as 1-D; anything else as it is, for the check that follows to refuse."""
-    return given.reshape(-1) if isinstance(given, torch.Tensor) and not given.is_sparse else given
+    """Return lengths that a caller states as 1-D, of uint32 (what upstream's documents say) as int64.
+
+    Anything else is returned as it is, for the check that follows to refuse.
+    """
+    if not isinstance(given, torch.Tensor) or given.is_sparse:
+        return given
+    return (given.to(torch.int64) if given.dtype is torch.uint32 else given).reshape(-1)
 
 
 def size_of(name: str, tensor: torch.Tensor) -> int:

@@ -64,6 +64,7 @@ class EngineView(Planner):
     _rope_theta = _of_problem("_rope_theta", "rope_theta")
     _page_size = _of_problem("_page_size", "page_size")
     _plan_info = _fact("_plan_info", lambda state: state)
+    _max_kv_len = _fact("_max_kv_len", lambda state: state.query.batch.max_kv_len)
 
     _qo_indptr_buf = _index("qo_indptr")
     _paged_kv_indptr_buf = _index("kv_indptr")
