@@ -234,6 +234,22 @@ def test_a_short_prefill_takes_lower_tiles_if_all_run_at_once(
     assert style_of(native, captured).tile_q == 128
 
 
+@pytest.mark.parametrize(
+    ("q_len", "pages", "blocks"),
+    [(208, 128, 2), (216, 128, 1), (256, 128, 1), (264, 128, 2), (224, 16, 1), (224, 15, 2)],
+)
+def test_the_tiles_of_one_request_may_be_what_pairs_fill_the_device(
+    native: Any, q_len: int, pages: int, blocks: int
+) -> None:
+    """13, 14, 16, 17 tiles of 8 KV heads on 132 multiprocessors; then 256 keys and fewer."""
+    problem = query(parse_target("sm_90:132"), q_len, False, op=Op.PREFILL_PAGED).problem
+    ends, starts = torch.tensor([0, q_len]).int(), torch.tensor([0, pages]).int()
+    batch = paged_batch(ends, starts, torch.arange(pages).int(), torch.tensor([16]).int(), 16)
+    variant = style_of(native, Query(parse_target("sm_90:132"), problem, batch.shape)).variant
+    assert variant is not None
+    assert (variant.tile_q, variant.blocks) == (64, blocks)
+
+
 def test_a_batch_invariant_prefill_has_one_tile(native: Any) -> None:
     """A row's bits depend on the tile's height, so the other requests' rows must not choose it."""
     target = parse_target("gfx942")

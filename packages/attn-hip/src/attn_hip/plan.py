@@ -39,6 +39,8 @@ SHORT_KV = 2048
 """Keys up to which tiles of that height are sooner done than taller ones, if all run at once."""
 _LEAST_BUSY = 0.8
 """Share of multiprocessors that must have a paired tile."""
+_PAIRED_KV = 256
+"""Keys of a prefill from which what pairs save is more than what joining them costs."""
 _TALLEST_TILE = 128
 """Where it is built: of a verify, bound by reading, it reads once what two lower tiles read twice."""
 _PACKED_ROWS = 16
@@ -228,10 +230,14 @@ def _pairs(query: Query, tile: int) -> bool:
     """Say whether tiles that stay whole keep the device busy, a paired block on each multiprocessor."""
     problem, cus = query.problem, max(1, query.target.num_cus)
     _, batch, q_len = _rows(query)
-    one_each = tile == variants.PAIRED_ROWS and 0 < q_len * problem.gqa_group_size <= tile
-    if not one_each or problem.batch_invariant or not variants.pairs(query.target.arch, problem):
+    if tile != variants.PAIRED_ROWS or q_len <= 0 or problem.batch_invariant:
         return False
-    return _LEAST_BUSY * cus <= batch * problem.num_kv_heads <= cus
+    if not variants.pairs(query.target.arch, problem):
+        return False
+    if problem.op not in _DECODES and query.batch.max_kv_len < _PAIRED_KV:
+        return False
+    tiles = batch * -(-q_len * problem.gqa_group_size // tile) * problem.num_kv_heads
+    return _LEAST_BUSY * cus <= tiles <= cus
 
 
 def _wanted_tile(native: Any, query: Query) -> int:
