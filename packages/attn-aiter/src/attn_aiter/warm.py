@@ -145,16 +145,16 @@ def _wait(device: torch.device) -> None:
 
 
 def _batch(problem: AttentionProblem, rows: int, keys: int) -> HostBatch:
-    ends = torch.tensor([0, rows], dtype=torch.int32)
+    ends = torch.tensor([0, rows], dtype=torch.int32, device="cpu")
     page = problem.page_size
     if page is None:
-        return ragged_batch(ends, torch.tensor([0, keys], dtype=torch.int32))
+        return ragged_batch(ends, torch.tensor([0, keys], dtype=torch.int32, device="cpu"))
     pages = -(-keys // page)
     return paged_batch(
         ends,
-        torch.tensor([0, pages], dtype=torch.int32),
-        torch.arange(pages, dtype=torch.int32),
-        torch.tensor([keys - (pages - 1) * page], dtype=torch.int32),
+        torch.tensor([0, pages], dtype=torch.int32, device="cpu"),
+        torch.arange(pages, dtype=torch.int32, device="cpu"),
+        torch.tensor([keys - (pages - 1) * page], dtype=torch.int32, device="cpu"),
         page,
     )
 

@@ -53,7 +53,7 @@ def _plan_decode(
     kept[number] = wrapper._planned()
     while len(kept) > KEPT:
         kept.popitem(last=False)
-    return torch.tensor([number])
+    return torch.tensor([number], device="cpu")
 
 
 PLAN_DECODE = OpRow(
@@ -69,7 +69,7 @@ PLAN_DECODE = OpRow(
         const("rope_theta", "float?"), const("fixed_split_size", "int?"),
         const("disable_split_kv", "bool"), const("q_len_per_req", "int"), const("needs_lse", "bool"),
     ),
-    _plan_decode, lambda *_: (torch.empty(1, dtype=torch.int64),), returns=1, host=True,
+    _plan_decode, lambda *_: (torch.empty(1, dtype=torch.int64, device="cpu"),), returns=1, host=True,
 )  # fmt: skip
 
 

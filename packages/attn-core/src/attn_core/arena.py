@@ -15,7 +15,7 @@ import torch
 from .checking import dense
 
 _ALIGN = 4  # int32 words: every array starts on 16 bytes
-_PADS = tuple(torch.zeros(n, dtype=torch.int32) for n in range(_ALIGN))
+_PADS = tuple(torch.zeros(n, dtype=torch.int32, device="cpu") for n in range(_ALIGN))
 
 Layout = tuple[tuple[str, int], ...]
 """Names of the arrays and their sizes in int32 words."""
@@ -84,7 +84,10 @@ def pack(parts: Mapping[str, torch.Tensor], device: torch.device) -> Image:
             pieces.append(_PADS[pad])
     places, words = place(tuple((name, part.numel()) for name, part in parts.items()))
     if device.type == "cuda":
-        return Image(torch.cat(pieces, out=torch.empty(words, dtype=torch.int32, pin_memory=True)), places)
+        return Image(
+            torch.cat(pieces, out=torch.empty(words, dtype=torch.int32, pin_memory=True, device="cpu")),
+            places,
+        )
     return Image(torch.cat(pieces), places)
 
 

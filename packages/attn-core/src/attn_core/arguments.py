@@ -141,7 +141,7 @@ def mask_places(batch: HostBatch) -> tuple[torch.Tensor, torch.Tensor]:
     Both int64 ``[batch_size + 1]`` on the CPU.
     """
     q_len = batch.qo_indptr.diff().long()
-    bit_indptr = torch.zeros(q_len.numel() + 1, dtype=torch.int64)
+    bit_indptr = torch.zeros(q_len.numel() + 1, dtype=torch.int64, device="cpu")
     torch.cumsum(q_len * batch.kv_len.long(), 0, out=bit_indptr[1:])
     byte_indptr = torch.zeros_like(bit_indptr)
     torch.cumsum((bit_indptr.diff() + 7) // 8, 0, out=byte_indptr[1:])

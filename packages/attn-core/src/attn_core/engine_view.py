@@ -90,7 +90,7 @@ class EngineView(Planner):
 
     @property
     def _pin_memory_int_workspace_buffer(self) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
 
     @property
     def _cached_module(self) -> PlanModule:

@@ -84,7 +84,7 @@ def fast_decode_plan(
             raise ValueError(needs("global_override_indptr_cpu", want, got, "core.indptr"))
         indptr = global_override_indptr_cpu[: batch + 1]
         if whole("page_size", page_size, "core.page-size") == 1 and last_page_len.device.type != "cpu":
-            last_page_len = torch.ones(batch, dtype=torch.int32)
+            last_page_len = torch.ones(batch, dtype=torch.int32, device="cpu")
     options: DecodeOptions = {
         "pos_encoding_mode": pos_encoding_mode,
         "window_left": window_left,

@@ -121,7 +121,7 @@ def _check_positions(positions: torch.Tensor, stride: int, prefix: torch.Tensor,
     if stride < most and (stride or wanted.numel() > 1):
         want = f"at least {most}, the most tokens behind a prefix"
         raise ValueError(needs("token_pos_in_items_len", want, stride, _CODE))
-    ends = torch.arange(wanted.numel()) * stride + wanted
+    ends = torch.arange(wanted.numel(), device="cpu") * stride + wanted
     size = int(ends[wanted > 0].max()) if most else 0
     if positions.numel() < size:
         want = f"at least {size} entries ({wanted.numel()} requests, token_pos_in_items_len {stride} apart)"
@@ -142,8 +142,8 @@ def _rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return per query row: its place in the sequence, the prefix, the request, its first bit therein."""
     q_len = batch.qo_indptr.diff().long()
-    request = torch.arange(q_len.numel()).repeat_interleave(q_len)
-    row = torch.arange(batch.shape.total_q) - batch.qo_indptr.long()[request]
+    request = torch.arange(q_len.numel(), device="cpu").repeat_interleave(q_len)
+    row = torch.arange(batch.shape.total_q, device="cpu") - batch.qo_indptr.long()[request]
     kv_len = batch.kv_len.long()[request]
     return row + kv_len - q_len[request], prefix[request], request, row * kv_len
 
@@ -156,7 +156,7 @@ def _runs(start: torch.Tensor, end: torch.Tensor, size: int) -> torch.Tensor:
     """
     start, end = start[end > start], end[end > start]
     low, high = start >> 3, end >> 3
-    opened = torch.zeros(size + 1, dtype=torch.int8)
+    opened = torch.zeros(size + 1, dtype=torch.int8, device="cpu")
     opened.index_add_(0, low, torch.ones_like(low, dtype=torch.int8))
     opened.index_add_(0, high, torch.full_like(high, -1, dtype=torch.int8))
     # A run [s, e) is byte s // 8 to byte e // 8, less the bits below s, plus those below e.

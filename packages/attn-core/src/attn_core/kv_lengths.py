@@ -65,5 +65,5 @@ def _used(kv_indices: torch.Tensor, indptr: torch.Tensor, pages: torch.Tensor) -
     """Return the ids of the first ``pages`` pages of each request, without those reserved behind them."""
     held, _ = page_ids(None, kv_indices, int(indptr[-1]))
     first = pages.cumsum(0) - pages
-    places = torch.arange(int(pages.sum())) + (indptr[:-1] - first).repeat_interleave(pages)
+    places = torch.arange(int(pages.sum()), device="cpu") + (indptr[:-1] - first).repeat_interleave(pages)
     return held[places.to(held.device)]

@@ -153,7 +153,7 @@ class ReferenceBackend:
 
 def _groups(batch: HostBatch, size: int) -> tuple[math.Group, ...]:
     count = batch.shape.batch_size
-    firsts = torch.arange(0, count, size)
+    firsts = torch.arange(0, count, size, device="cpu")
     ends = torch.clamp(firsts + size, max=count)
     q_len = batch.qo_indptr[1:] - batch.qo_indptr[:-1]
     longest = (_group_max(q_len, size), _group_max(batch.kv_len, size))

@@ -126,10 +126,10 @@ class BlockSparseAttentionWrapper(SparseWrapper):
             check_size(name, size)
         host = to_host({"indptr": indptr, "indices": indices}, self.device)
         _check_blocks(host["indptr"], host["indices"], (M, N), (R, C))
-        rows = torch.arange(host["indptr"].numel(), dtype=torch.int32) * R
+        rows = torch.arange(host["indptr"].numel(), dtype=torch.int32, device="cpu") * R
         rows[-1] = M
         flat = None if mask is None else _flat(mask, host["indptr"], host["indices"].numel(), (M, R, C))
-        full = torch.full((rows.numel() - 1,), C, dtype=torch.int32)
+        full = torch.full((rows.numel() - 1,), C, dtype=torch.int32, device="cpu")
         self._paged.plan(
             rows, host["indptr"], host["indices"], full, num_qo_heads, num_kv_heads, head_dim, C,
             custom_mask=flat, packed_custom_mask=packed_mask, causal=causal,

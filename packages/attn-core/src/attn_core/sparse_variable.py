@@ -89,7 +89,8 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
             raise ValueError(needs("block_mask_map", f"shape {want}", got, "core.sparse"))
         indptr, indices = _keys(fetch("block_mask_map", block_mask_map, self.device) != 0, columns)
         self._paged.plan(
-            _indptr(rows.reshape(-1)), indptr, indices, torch.ones(indptr.numel() - 1, dtype=torch.int32),
+            _indptr(rows.reshape(-1)), indptr, indices,
+            torch.ones(indptr.numel() - 1, dtype=torch.int32, device="cpu"),
             group, 1, head_dim, 1, causal=causal, pos_encoding_mode=pos_encoding_mode,
             sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, rope_scale=rope_scale,
             rope_theta=rope_theta, q_data_type=q_data_type, kv_data_type=kv_data_type,
@@ -221,7 +222,7 @@ def _keys(kept: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor, torc
     lengths, starts = columns[head, column], first[head, column]
     before = lengths.cumsum(0) - lengths
     total = int(lengths.sum())
-    return indptr, torch.arange(total) + torch.repeat_interleave(starts - before, lengths)
+    return indptr, torch.arange(total, device="cpu") + torch.repeat_interleave(starts - before, lengths)
 
 
 def _by_head(t: torch.Tensor, heads: int, rows: int, into: torch.Tensor | None) -> torch.Tensor:

@@ -104,11 +104,11 @@ def problem_of(native: Any, problem: AttentionProblem) -> Any:
 def tables_of(native: Any, problem: AttentionProblem) -> dict[str, torch.Tensor]:
     """Return the constant tables of a position encoding, as int32 arrays of a plan image."""
     if problem.pos_encoding is PosEncoding.ROPE_LLAMA:
-        turns = torch.empty(problem.head_dim_qk // 2, dtype=torch.float64)
+        turns = torch.empty(problem.head_dim_qk // 2, dtype=torch.float64, device="cpu")
         native.rope_turns(problem.head_dim_qk, problem.rope_theta, problem.rope_scale, turns.data_ptr())
         return {TURNS: turns.view(torch.int32)}
     if problem.pos_encoding is PosEncoding.ALIBI:
-        slopes = torch.empty(problem.num_qo_heads, dtype=torch.float32)
+        slopes = torch.empty(problem.num_qo_heads, dtype=torch.float32, device="cpu")
         native.alibi_slopes(problem.num_qo_heads, slopes.data_ptr())
         return {SLOPES: slopes.view(torch.int32)}
     return {}

@@ -325,7 +325,9 @@ def _image(native: Any, made: Any, items: int, merges: int, *, padded: bool) -> 
     words = native.ITEM_WORDS
     sizes = (words * items, words * merges, native.COUNT_WORDS)
     block = (
-        torch.zeros(sum(sizes), dtype=torch.int32) if padded else torch.empty(sum(sizes), dtype=torch.int32)
+        torch.zeros(sum(sizes), dtype=torch.int32, device="cpu")
+        if padded
+        else torch.empty(sum(sizes), dtype=torch.int32, device="cpu")
     )
     start = block.data_ptr()
     made.write(start, start + 4 * sizes[0], start + 4 * (sizes[0] + sizes[1]))

@@ -18,7 +18,7 @@ from attn_core.query import Query
 from ..probe import AiterApi, Function
 
 LOG2E = math.log2(math.e)
-ONE = torch.tensor([1.0]).view(torch.int32)
+ONE = torch.tensor([1.0], dtype=torch.float32, device="cpu").view(torch.int32)
 """The bits of float32 1.0: a unit scale that travels with the plan's index arrays."""
 
 

@@ -15,8 +15,10 @@ def block_table(batch: HostBatch, width: int) -> torch.Tensor:
     assert batch.kv_indices is not None
     ids = batch.kv_indices
     pages = batch.kv_indptr.diff().long()
-    row = torch.repeat_interleave(torch.arange(pages.numel()), pages)
-    column = torch.arange(ids.numel()) - torch.repeat_interleave(batch.kv_indptr[:-1].long(), pages)
-    table = torch.zeros(pages.numel() * width, dtype=torch.int32)
+    row = torch.repeat_interleave(torch.arange(pages.numel(), device="cpu"), pages)
+    column = torch.arange(ids.numel(), device="cpu") - torch.repeat_interleave(
+        batch.kv_indptr[:-1].long(), pages
+    )
+    table = torch.zeros(pages.numel() * width, dtype=torch.int32, device="cpu")
     table[row * width + column] = ids
     return table

@@ -137,11 +137,11 @@ def gather_image(batch: HostBatch, query: Query) -> dict[str, torch.Tensor]:
     ends = kv_len.cumsum(0)
     total = batch.shape.total_kv
     capacity = total if query.graph is None else query.graph.max_pages * page_size
-    position = torch.arange(total) - torch.repeat_interleave(ends - kv_len, kv_len)
+    position = torch.arange(total, device="cpu") - torch.repeat_interleave(ends - kv_len, kv_len)
     entry = torch.repeat_interleave(batch.kv_indptr[:-1].long(), kv_len) + position // page_size
-    arrays = torch.zeros(2, capacity, dtype=torch.int32)
+    arrays = torch.zeros(2, capacity, dtype=torch.int32, device="cpu")
     arrays[0, :total], arrays[1, :total] = entry, position % page_size
-    cu_kv = torch.zeros(kv_len.numel() + 1, dtype=torch.int32)
+    cu_kv = torch.zeros(kv_len.numel() + 1, dtype=torch.int32, device="cpu")
     cu_kv[1:] = ends
     return {"aiter_entry": arrays[0], "aiter_offset": arrays[1], "aiter_cu_kv": cu_kv}
 
