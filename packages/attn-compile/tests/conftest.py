@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch._functorch.config
 import torch._inductor.config
 

@@ -22,7 +22,7 @@ from attn_core.op_table import Arg, OpRow, Role
 from attn_core.planner import Planner
 from attn_core.state import PlanState
 
-from .rows import RUN, const, run_plan
+from .rows import RUN, const, run_operator
 
 Tensor = torch.Tensor
 KEPT = 16
@@ -50,7 +50,7 @@ def _plan_decode(
         disable_split_kv=disable_split_kv, q_len_per_req=q_len_per_req, needs_lse=needs_lse,
     )  # fmt: skip
     kept, number = _plans.setdefault(wrapper, OrderedDict()), next(_numbers)
-    kept[number] = wrapper._planned()
+    kept[number] = tracing.plan_in_force(wrapper)
     while len(kept) > KEPT:
         kept.popitem(last=False)
     return torch.tensor([number], device="cpu")
@@ -79,7 +79,7 @@ def _run_planned(plan: Tensor, handle: int, *args: Any) -> None:
     if found is None:
         want = f"at most {KEPT} plans of one wrapper between plan() and run()"
         raise RuntimeError(needs("compiled run()", want, f"plan {number}, forgotten", "compile.plan-gone"))
-    run_plan(found, handle, *args)
+    run_operator(found, handle, *args)
 
 
 RUN_PLANNED = OpRow(

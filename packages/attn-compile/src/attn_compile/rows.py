@@ -22,7 +22,7 @@ def const(name: str, kind: str) -> Arg:
     return Arg(name, kind, Role.CONST)
 
 
-def run_plan(
+def run_operator(
     plan: PlanState | None, handle: int, q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor | None,
     k_scale: Tensor | None, v_scale: Tensor | None, q_factor: float, k_factor: float, v_factor: float,
     o_dtype: torch.dtype, return_lse: bool, out: Tensor, lse: Tensor | None,
@@ -35,8 +35,7 @@ def run_plan(
         k_factor if k_scale is None else k_scale,
         v_factor if v_scale is None else v_scale,
     )
-    if wrapper._run_direct(q, (k, v), out, lse, return_lse, *scales, plan) is None:
-        wrapper._run(q, k, v, out, lse, return_lse, *scales, plan)
+    tracing.run_plan(wrapper, plan, q, k, v, out, lse, return_lse, scales)
 
 
 def _run_fresh(
@@ -67,7 +66,7 @@ RUN = OpRow(
         const("handle", "SymInt"), Arg("q"), Arg("k"), Arg("v"), *_SCALES,
         const("o_dtype", "ScalarType"), const("return_lse", "bool"), *_RESULT,
     ),
-    partial(run_plan, None), _run_fresh, into=True,
+    partial(run_operator, None), _run_fresh, into=True,
 )  # fmt: skip
 """One run of a planned wrapper. The cache is read: declaring it written is what makes torch copy it, and, for
 views, lose it."""

@@ -383,8 +383,7 @@ def _attend(
         wrapper._plan(problem, batch, mask=mask_bits(custom_mask, packed_custom_mask, batch, q.device))
         return wrapper._run(q, k, v, None, None, return_lse, *scales)
     state = wrapper.planned_for(key, problem, q.shape[0], k.shape[0])
-    found = wrapper._run_direct(q, (k, v), None, None, return_lse, *scales, plan=state)
-    return wrapper._run(q, k, v, None, None, return_lse, *scales, plan=state) if found is None else found
+    return tracing.run_plan(wrapper, state, q, k, v, None, None, return_lse, scales)
 
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -30,6 +30,13 @@ class DeviceTarget:
     wave_size: int = 0
     index: int = 0
 
+    @property
+    def device(self) -> torch.device:
+        """Torch's name of it."""
+        if self.kind == "cpu":
+            return torch.device("cpu")
+        return torch.device("cuda" if self.kind == "hip" else self.kind, self.index)
+
     def __str__(self) -> str:
         return self.arch if self.kind == "cpu" else f"{self.kind}:{self.index} ({self.arch})"
 

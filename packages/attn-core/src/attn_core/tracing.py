@@ -19,6 +19,8 @@ from .op_table import OpRow
 
 if TYPE_CHECKING:
     from .planner import Planner
+    from .state import PlanState
+    from .wrapper import AttentionWrapper
 
 Scale = float | torch.Tensor | None
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -80,6 +82,31 @@ def wrapper(handle: int) -> Planner:
             needs("compiled run()", "the wrapper it was traced with", "none", "core.trace-handle")
         )
     return found
+
+
+def plan_in_force(wrapper: Planner) -> PlanState:
+    """Return what the wrapper's last plan() made.
+
+    Raises:
+        ValueError: There was none.
+    """
+    return wrapper._planned()
+
+
+def run_plan(
+    wrapper: AttentionWrapper,
+    plan: PlanState | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    return_lse: bool,
+    scales: tuple[Scale, Scale, Scale],
+) -> Result:
+    """Run a plan of a wrapper, None for the one in force; by the backend's own way if that takes the call."""
+    found = wrapper._run_direct(q, (k, v), out, lse, return_lse, *scales, plan)
+    return wrapper._run(q, k, v, out, lse, return_lse, *scales, plan) if found is None else found
 
 
 def install(tracer: Tracer | None, absent: str | None = None) -> None:

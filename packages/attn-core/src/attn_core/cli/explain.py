@@ -49,10 +49,10 @@ class Explanation:
     broken: tuple[Broken, ...]
     grounds: tuple[Ground, ...] = ()
 
-    @property
-    def chosen(self) -> str | None:
-        """``backend/path``, or None when every candidate refuses."""
-        return next((v.candidate for v in self.verdicts if v.chosen), None)
+
+def chosen(verdicts: Sequence[Verdict]) -> str | None:
+    """Return ``backend/path``, or None when every candidate refuses."""
+    return next((v.candidate for v in verdicts if v.chosen), None)
 
 
 def explain(options: Options, assumed: Mapping[str, str]) -> Explanation:
@@ -106,7 +106,7 @@ def _ask_backends(
 def as_json(e: Explanation) -> dict[str, object]:
     """Return the explanation as one object."""
     return {
-        "chosen": e.chosen,
+        "chosen": chosen(e.verdicts),
         "candidates": said(e.verdicts),
         "query": _echo(e),
         "grounds": [asdict(g) for g in e.grounds],
@@ -263,7 +263,7 @@ def sentence(e: Explanation) -> str:
 
 def conclusion(what: str, wanted: str, verdicts: Sequence[Verdict], caller: str = "plan()") -> str:
     """Return who would serve ``what``, and who was passed over, in one plain sentence."""
-    taken = next((v.candidate for v in verdicts if v.chosen), None)
+    taken = chosen(verdicts)
     if taken is None:
         whom = "installed" if wanted == AUTO else f"of {wanted!r}"
         return f"Nothing {whom} can serve {what} as asked; {caller} would raise NoRoute with these reasons."

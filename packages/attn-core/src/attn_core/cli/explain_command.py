@@ -42,7 +42,7 @@ def _attention(options: Options, assumed: Mapping[str, str], json: bool) -> str 
         say_json(explain.as_json(found))
     else:
         show(explain.render(found))
-    return found.chosen
+    return explain.chosen(found.verdicts)
 
 
 def _sampling(options: Options, assumed: Mapping[str, str], json: bool) -> str | None:
@@ -51,4 +51,4 @@ def _sampling(options: Options, assumed: Mapping[str, str], json: bool) -> str |
         say_json(explain_sampling.as_json(found))
     else:
         show(explain_sampling.render(found))
-    return found.chosen
+    return explain.chosen(found.verdicts)

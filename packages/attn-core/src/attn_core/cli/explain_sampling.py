@@ -14,7 +14,7 @@ from ..route import AUTO, Verdict
 from ..sampling_route import OP, SamplingProblem
 from ..target import DeviceTarget
 from .ask import Options, ask_sampling, requested, target_asked
-from .explain import BackendRaised, conclusion, device_name, page, said
+from .explain import BackendRaised, chosen, conclusion, device_name, page, said
 from .installed import Assumed, installed
 from .output import plain, told
 
@@ -28,11 +28,6 @@ class SamplingExplanation:
     requested: str
     verdicts: tuple[Verdict, ...]
     broken: tuple[Broken, ...]
-
-    @property
-    def chosen(self) -> str | None:
-        """``backend/path``, or None when every candidate refuses."""
-        return next((v.candidate for v in self.verdicts if v.chosen), None)
 
 
 def explain(options: Options, assumed: Mapping[str, str]) -> SamplingExplanation:
@@ -61,7 +56,7 @@ def as_json(e: SamplingExplanation) -> dict[str, object]:
     """Return the explanation as one object, like that of the other entry points."""
     problem = {name: plain(value) for name, value in asdict(e.problem).items()}
     return {
-        "chosen": e.chosen,
+        "chosen": chosen(e.verdicts),
         "candidates": said(e.verdicts),
         "query": {"op": OP, **problem, "target": asdict(e.target), "backend": e.requested},
         "grounds": [],

@@ -13,7 +13,6 @@ from .batches import batches_of
 from .pairwise import Clash, Value
 
 SINGLES = (Op.PREFILL_SINGLE, Op.DECODE_SINGLE)
-DECODES = (Op.DECODE, Op.VERIFY, Op.DECODE_SINGLE)
 ATTENTION = tuple(op for op in Op if op is not Op.APPEND)
 
 _GROUPS = {1: (3, 3), 4: (8, 2), 5: (5, 1), 8: (8, 1), 16: (16, 1)}

@@ -65,8 +65,7 @@ class Case:
     @property
     def device(self) -> torch.device:
         """Where the tensors are."""
-        t = self.target
-        return torch.device("cpu") if t.kind == "cpu" else torch.device("cuda", t.index)
+        return self.target.device
 
     @property
     def seed(self) -> int:

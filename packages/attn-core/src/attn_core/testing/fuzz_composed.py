@@ -19,7 +19,7 @@ from ..sparse import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWr
 from ..target import DeviceTarget
 from .axes import dims_of, page_sizes_of
 from .fuzz_calls import Call
-from .fuzz_wrappers import Planned, device_of_target, near
+from .fuzz_wrappers import Planned, near
 from .memory import workspace_of
 from .oracle import Request, Scales, attention
 from .tables import offsets
@@ -103,7 +103,7 @@ def _facts(
     cap = path.capability
     dims = [pair[0] if isinstance(pair, tuple) else int(str(pair)) for pair in dims_of(cap, split=False)]
     return _Facts(
-        path=path, device=device_of_target(target), make=torch.Generator().manual_seed(rng.getrandbits(40)),
+        path=path, device=target.device, make=torch.Generator().manual_seed(rng.getrandbits(40)),
         dtype=rng.choice(sorted(cap.q_dtypes & cap.kv_dtypes & FLOATS, key=str)),
         dim=min(dims, key=lambda size: abs(size - 64)), kv_heads=rng.choice((1, 2, 3)),
         group=rng.choice((1, 4) if cap.max_group is None or cap.max_group >= 4 else (1,)),

@@ -36,7 +36,7 @@ def calls(backend: Backend, target: DeviceTarget, rng: Random, kind: str) -> lis
     Raises:
         LookupError: The backend does not serve it there.
     """
-    device = torch.device("cpu") if target.kind == "cpu" else torch.device("cuda", target.index)
+    device = target.device
     make = torch.Generator().manual_seed(rng.getrandbits(40))
     if kind == "merge":
         return _merges(rng, make, device)

@@ -43,7 +43,7 @@ def cascade(backend: Backend, target: DeviceTarget, rng: Random) -> Planned:
         LookupError: No path of the backend serves it there.
     """
     path = _path(backend, target, rng, latent=False)
-    cap, device = path.capability, device_of_target(target)
+    cap, device = path.capability, target.device
     make = torch.Generator().manual_seed(rng.getrandbits(40))
     sizes = [pair[0] if isinstance(pair, tuple) else int(str(pair)) for pair in dims_of(cap, split=False)]
     dim = min(sizes, key=lambda size: abs(size - 64))
@@ -117,7 +117,7 @@ def latent(backend: Backend, target: DeviceTarget, rng: Random) -> Planned:
         LookupError: No path of the backend serves it there.
     """
     path = _path(backend, target, rng, latent=True)
-    cap, device = path.capability, device_of_target(target)
+    cap, device = path.capability, target.device
     make = torch.Generator().manual_seed(rng.getrandbits(40))
     pairs = [pair for pair in dims_of(cap, split=True) if isinstance(pair, tuple) and pair[0] > pair[1]]
     if not pairs:
@@ -198,11 +198,6 @@ def near(out: torch.Tensor, want: torch.Tensor, path: Path, dtype: torch.dtype, 
     # Levels are rounded to the output's type before they are merged.
     wrong = compare(out, want, 2 * tolerance if what == "cascade" else tolerance, 1.0, "out")
     expect(wrong is None, f"{what}: {wrong}")
-
-
-def device_of_target(target: DeviceTarget) -> torch.device:
-    """Return torch's name of a target."""
-    return torch.device("cpu") if target.kind == "cpu" else torch.device("cuda", target.index)
 
 
 def _path(backend: Backend, target: DeviceTarget, rng: Random, *, latent: bool) -> Path:

@@ -7,6 +7,7 @@ request as they were made, before they went into pages.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -46,10 +47,20 @@ def attention(
     p: AttentionProblem, requests: list[Request], scales: Scales
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out ``[rows, num_qo_heads, head_dim_vo]`` and lse ``[rows, num_qo_heads]`` (base 2), float64."""
+    return each_request(_one, p, requests, scales)
+
+
+def each_request(
+    one: Callable[[AttentionProblem, Request, Scales], tuple[torch.Tensor, torch.Tensor]],
+    p: AttentionProblem,
+    requests: list[Request],
+    scales: Scales,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what ``one`` gives for each request, rows behind rows."""
     outs = [torch.zeros(0, p.num_qo_heads, p.head_dim_vo, dtype=_F64)]
     lses = [torch.zeros(0, p.num_qo_heads, dtype=_F64)]
     for request in requests:
-        out, lse = _one(p, request, scales)
+        out, lse = one(p, request, scales)
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses)

@@ -18,7 +18,7 @@ import math
 import torch
 
 from ..problem import AttentionProblem, PosEncoding
-from .oracle import Request, Scales, rotate, visible
+from .oracle import Request, Scales, each_request, rotate, visible
 
 SIGMAS = 6
 _F64 = torch.float64
@@ -32,13 +32,7 @@ def rounds_twice(p: AttentionProblem) -> bool:
 
 def slack(p: AttentionProblem, requests: list[Request], scales: Scales) -> Pair:
     """Return what out and lse may be off for that cause, shaped as they are, float64."""
-    outs = [torch.zeros(0, p.num_qo_heads, p.head_dim_vo, dtype=_F64)]
-    lses = [torch.zeros(0, p.num_qo_heads, dtype=_F64)]
-    for request in requests:
-        out, lse = _one(p, request, scales)
-        outs.append(out)
-        lses.append(lse)
-    return torch.cat(outs), torch.cat(lses)
+    return each_request(_one, p, requests, scales)
 
 
 def _one(p: AttentionProblem, r: Request, scales: Scales) -> Pair:

@@ -104,7 +104,7 @@ def _attend(backend: Backend, path: Path, target: DeviceTarget, p: AttentionProb
     said = rules.apply(backend.rules, Query(target, p, world.shape(page)), path.name, name)
     if any(reason.code.stage is Stage.CAPABILITY for reason in said):
         return
-    device = torch.device("cpu") if target.kind == "cpu" else torch.device("cuda", target.index)
+    device = target.device
     want, want_lse = world.want(p)
     tolerance = declared(path).get(p.q_dtype, DEFAULTS.get(p.q_dtype, FP8_DEFAULT))
     joint = world.parts(p, device)

@@ -48,8 +48,8 @@ def samples_chains_bit_for_bit(backend: Backend, target: DeviceTarget) -> None:
         unready = backend.prepare_sampling(target, path.name)
         expect(unready is None, f"prepare_sampling() refuses what {path.name} claims: {unready}")
         for case in _cases(path):
-            _direct(backend, path, _device(target), case)
-            _public(backend, path, _device(target), case)
+            _direct(backend, path, target.device, case)
+            _public(backend, path, target.device, case)
 
 
 def samples_the_same_in_any_batch(backend: Backend, target: DeviceTarget) -> None:
@@ -60,7 +60,7 @@ def samples_the_same_in_any_batch(backend: Backend, target: DeviceTarget) -> Non
         dtype = min(path.dtypes, key=str)
         vocab = min(129, path.max_vocab_size or 129)
         case = _Case(draft=dtype, target=dtype, n=3, vocab=vocab, per_request=True, strided=False)
-        whole = _world(case, _device(target))
+        whole = _world(case, target.device)
         backend.sample(path.name, whole)
         for at in range(_BATCH):
             mine = [t[at : at + 1].contiguous() for t in _inputs(whole)]
@@ -76,10 +76,6 @@ def _paths(backend: Backend, target: DeviceTarget) -> Iterator[SamplingPath]:
         expect("/" not in path.name and bool(path.name), f"sampling path: needs no '/', got {path.name!r}")
         if path.archs is None or target.arch in path.archs:
             yield path
-
-
-def _device(target: DeviceTarget) -> torch.device:
-    return torch.device("cpu") if target.kind == "cpu" else torch.device("cuda", target.index)
 
 
 def _cases(path: SamplingPath) -> Iterator[_Case]:
