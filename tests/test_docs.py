@@ -81,6 +81,15 @@ def test_code_is_as_wide_as_a_page_is_shown(page):
     assert [line for line in code if len(line) > most] == []
 
 
+def test_the_map_of_modules_is_whole():
+    """CONTRIBUTING names every module of the packages, and none that is gone."""
+    there = {path.stem for path in ROOT.glob("packages/*/src/*/*.py") if not path.stem.startswith("__")}
+    there |= {f"{path.parent.name}/" for path in ROOT.glob("packages/*/src/*/*/__init__.py")}
+    chapter = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("### A call")[2]
+    rows = "".join(re.findall(r"^\|.*$", chapter.partition("\n## ")[0], re.M))
+    assert set(re.findall(r"`(\w+/?)`", rows)) == there | {"csrc/"}
+
+
 SLOW = ("build", "selftest", "tune", "demo", "fuzz")
 
 
