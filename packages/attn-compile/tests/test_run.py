@@ -144,8 +144,9 @@ def test_checks_hold_in_a_compiled_run():
         step(torch.randn(3, HQ, DIM), take(storage))
 
 
+@pytest.mark.parametrize("switch", [plugin.SWITCH, plugin.FORKS_SWITCH])
 @pytest.mark.parametrize(("value", "works"), [("0", False), ("1", True)])
-def test_the_switch_gives_a_clear_error(value, works):
+def test_the_switch_gives_a_clear_error(switch, value, works):
     code = """
 import torch, attn_core as a
 w = a.BatchDecodeWithPagedKVCacheWrapper(torch.empty(64, dtype=torch.uint8), backend="reference")
@@ -156,7 +157,7 @@ want = w.run(q, kv)
 step = torch.compile(lambda q, kv: w.run(q, kv), fullgraph=True, backend="aot_eager")
 print(torch.equal(step(q, kv), want))
 """
-    env = {**os.environ, plugin.SWITCH: value}
+    env = {**os.environ, switch: value}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
     assert (done.returncode == 0) == works
-    assert "True" in done.stdout if works else f"{plugin.SWITCH}={value} switches" in done.stderr
+    assert "True" in done.stdout if works else f"{switch}={value} switches" in done.stderr

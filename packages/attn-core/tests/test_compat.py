@@ -61,7 +61,9 @@ assert BatchDecodeWithPagedKVCacheWrapper is attn_core.BatchDecodeWithPagedKVCac
 assert flashinfer.decode.fast_decode_plan is fast_decode_plan is attn_core.fast_decode_plan
 assert flashinfer.cascade.merge_state is merge_state is flashinfer.merge_state
 assert flashinfer.sparse.BlockSparseAttentionWrapper is attn_core.BlockSparseAttentionWrapper
-assert check_cuda_arch() is None
+assert check_cuda_arch() is None and flashinfer.jit.has_prebuilt_ops is True
+assert flashinfer.convert_bsr_mask_layout is flashinfer.sparse.convert_bsr_mask_layout
+assert not hasattr(attn_core, "convert_bsr_mask_layout")
 import torch
 assert fork_decode.BatchDecodeWithPagedKVCacheWrapper is ForkDecode is BatchDecodeWithPagedKVCacheWrapper
 assert fork_prefill.single_prefill_with_kv_cache is attn_core.single_prefill_with_kv_cache
@@ -199,9 +201,9 @@ def _names(monkeypatch):
 @pytest.mark.usefixtures("_names")
 def test_backends_of_upstream_stand_for_those_that_are_here(use):
     use(FakeBackend("fake"))
-    compat.install("theirs", backends={"fa3": "fake", "cutlass": "reference", "auto": "fake"})
+    compat.install("theirs", backends={"fa3": "fake", "cutlass": "reference", "hip": "fake", "auto": "fake"})
     cache = torch.randn(1, 2, 4, 1, 8, generator=torch.Generator().manual_seed(1))
-    for named, served in (("fa3", "fake"), ("auto", "fake"), ("cutlass", "reference")):
+    for named, served in (("fa3", "fake"), ("auto", "fake"), ("hip", "fake"), ("cutlass", "reference")):
         wrapper = attn_core.BatchDecodeWithPagedKVCacheWrapper(workspace(), backend=named)
         wrapper.plan(ints(0, 1), ints(0), ints(3), 1, 1, 8, 4, q_data_type=torch.float32)
         assert wrapper.backend == served

@@ -40,7 +40,7 @@ _BUILDS = (
     "jit.mla", "jit.page", "jit.quantization", "jit.rope", "jit.sampling", "jit.utils", "jit.xqa",
 )  # fmt: skip
 BACKENDS = (
-    "aiter", "auto", "cudnn", "cute-dsl", "cutlass", "fa2", "fa3", "fmha_v2", "native", "sparse",
+    "aiter", "auto", "cudnn", "cute-dsl", "cutlass", "fa2", "fa3", "fmha_v2", "hip", "native", "sparse",
     "trtllm-gen", "trtllm-native", "vsa_sm100_blk128", "vsa_sm100_blk64", "vsa_sm120_blk64", "xqa",
 )  # fmt: skip
 """What upstream and its AMD fork take as ``backend=``."""
@@ -177,6 +177,8 @@ def _root(wanted: str) -> object:
         "use_torch_custom_ops_enabled": traceable,
         "next_positive_power_of_2": UTILS["next_positive_power_of_2"],
     }
+    if wanted == "convert_bsr_mask_layout":  # at the top in the AMD fork alone
+        return _attribute_of("sparse")(wanted)
     return own[wanted] if wanted in own else getattr(attn_core, wanted)
 
 

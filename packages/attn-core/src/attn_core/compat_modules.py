@@ -225,7 +225,7 @@ UTILS: dict[str, Any] = {
 }  # fmt: skip
 JIT: dict[str, Any] = {
     "JitSpec": JitSpec, "MissingJITCacheError": MissingJITCacheError, "build_jit_specs": _nothing,
-    "check_cuda_arch": _nothing, "logger": logging.getLogger("attn_core"),
+    "check_cuda_arch": _nothing, "has_prebuilt_ops": True, "logger": logging.getLogger("attn_core"),
     "filename_safe_dtype_map": {
         torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",
         torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32", torch.uint32: "u32", torch.int64: "i64",

@@ -24,6 +24,10 @@ class Unsupported(RuntimeError):
         super().__init__(str(reason))
 
 
+class NoPlan(ValueError, RuntimeError):
+    """A call that needs a plan came before one; either handler of upstream's and its AMD fork's works."""
+
+
 class NoRoute(ValueError, NotImplementedError):
     """No candidate can serve the query; ``reasons`` holds every refusal, in the order met.
 

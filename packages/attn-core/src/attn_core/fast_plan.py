@@ -7,7 +7,7 @@ import torch
 from .batch import size_of
 from .checking import dense, whole
 from .decode_paged import BatchDecodeWithPagedKVCacheWrapper
-from .errors import needs
+from .errors import NoPlan, needs
 from .options import DecodeOptions, Dtype
 
 
@@ -73,7 +73,7 @@ def fast_decode_plan(
         want = "a BatchDecodeWithPagedKVCacheWrapper"
         raise TypeError(needs("fast_decode_plan", want, type(self).__name__, "core.arguments"))
     if self._state is None:
-        raise ValueError(needs("fast_decode_plan", "a wrapper with a prior plan", "none", "core.no-plan"))
+        raise NoPlan(needs("fast_decode_plan", "a wrapper with a prior plan", "none", "core.no-plan"))
     batch = size_of("last_page_len", last_page_len)
     if global_override_indptr_cpu is not None:
         got = dense(

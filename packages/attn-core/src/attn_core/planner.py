@@ -17,7 +17,7 @@ from .arguments import MaskBits, check_workspace
 from .backend import DeviceImage, PlanResult
 from .batch import HostBatch, with_host_indices
 from .checking import backend_name, dense
-from .errors import needs
+from .errors import NoPlan, needs
 from .frozen import FrozenShape, check_capacity
 from .plan_image import captured_layout, index_parts
 from .problem import AttentionProblem, check_kv_order
@@ -99,7 +99,7 @@ class Planner:
 
     def _planned(self) -> PlanState:
         if self._state is None:
-            raise ValueError("run: needs a prior plan, got none [core.no-plan]; call plan() first")
+            raise NoPlan("run: needs a prior plan, got none [core.no-plan]; call plan() first")
         return self._state
 
     def _plan(
