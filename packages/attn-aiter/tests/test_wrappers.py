@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -144,3 +145,40 @@ def test_single_prefill_and_append(kernels: Kernels) -> None:
     assert pools["aiter"].any()
     assert torch.equal(pools["aiter"], pools["reference"])
     assert torch.equal(pools["auto"], pools["reference"])
+
+
+@pytest.mark.parametrize("page_size", [PAGE, 1024, 3])
+def test_plans_made_under_another_default_device(kernels: Kernels, page_size: int) -> None:
+    """Engines set one while they load a model and warm up; plans are made of host arrays."""
+    lengths, kv = [5, 40, 33], cache(27, page_size)
+    q = torch.randn(6, HEADS, DIM).half()
+    rows = torch.tensor([0, 2, 4, 6], dtype=torch.int32)
+    found = []
+    for backend in ("reference", "aiter"):
+        prefill = attn_core.BatchPrefillWithPagedKVCacheWrapper(workspace(), backend=backend)
+        arrays = (rows, *table(lengths, page_size))
+        prefill.plan(*arrays, HEADS, KV_HEADS, DIM, page_size, causal=True)  # tries the stand-in
+        with torch.device("meta"):
+            prefill.plan(*arrays, HEADS, KV_HEADS, DIM, page_size, causal=True)
+        found.append(prefill.run(q, kv))
+    close(*found)
+    arrays = table(lengths)
+    decodes = attn_core.BatchDecodeWithPagedKVCacheWrapper(workspace(), backend="aiter")
+    decodes.plan(*arrays, HEADS, KV_HEADS, DIM, PAGE)
+    with torch.device("meta"):
+        decodes.plan(*arrays, HEADS, KV_HEADS, DIM, PAGE)
+    close(decodes.run(q[:3], cache()), decode("reference", lengths, q[:3], cache())[1])
+
+
+def test_a_scale_of_one_has_its_bits_whatever_type_is_the_default() -> None:
+    """Backends are imported while a model is loaded, where bfloat16 may be the default."""
+    spec = importlib.util.find_spec("attn_aiter.routes.common")
+    assert spec is not None
+    assert spec.loader is not None
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        again = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(again)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert again.ONE.view(torch.float32).tolist() == [1.0]

@@ -19,7 +19,7 @@ from attn_core.problem import AttentionProblem, Op, PagedKV
 from attn_core.query import GraphLimits, Query
 from attn_core.reasons import Reason
 from attn_core.target import DeviceTarget, parse_target
-from attn_hip import build, codes, plan, variants
+from attn_hip import build, codes, launch_gpu, plan, variants
 from attn_hip.backend import Fa2Backend
 from attn_hip.host import Host
 from attn_hip.plan import Style, style_of
@@ -372,3 +372,21 @@ def test_reasons_are_values() -> None:
     reason = Reason(codes.BUILD, "fa2/cpu", None, "x")
     assert str(reason) == "fa2/cpu: needs its CPU kernels to build, got x [fa2.build]"
     assert len({code.slug for code in codes.CODES}) == len(codes.CODES)
+
+
+@pytest.mark.parametrize("encoding", ["NONE", "ROPE_LLAMA", "ALIBI"])
+def test_a_default_device_changes_no_plan(encoding: str) -> None:
+    """Engines set one while they load a model and warm up; tables and work items are host arrays."""
+    cache, found = Cache(), []
+    launch_gpu.tables_of.cache_clear()
+    for device in ("meta", "cpu"):
+        with torch.device(device):
+            wrapper = BatchDecodeWithPagedKVCacheWrapper(
+                torch.full((32 << 20,), 0xFF, dtype=torch.uint8, device="cpu"), backend="fa2"
+            )
+            wrapper.plan(
+                cache.indptr, cache.ids, cache.last, HEADS, HEADS, DIM, PAGE, pos_encoding_mode=encoding,
+                q_data_type=torch.float32,
+            )  # fmt: skip
+        found.append(wrapper.run(cache.q(4, 1), cache.kv))
+    assert torch.equal(*found)

@@ -84,10 +84,8 @@ def pack(parts: Mapping[str, torch.Tensor], device: torch.device) -> Image:
             pieces.append(_PADS[pad])
     places, words = place(tuple((name, part.numel()) for name, part in parts.items()))
     if device.type == "cuda":
-        return Image(
-            torch.cat(pieces, out=torch.empty(words, dtype=torch.int32, pin_memory=True, device="cpu")),
-            places,
-        )
+        block = torch.empty(words, dtype=torch.int32, device="cpu", pin_memory=True)
+        return Image(torch.cat(pieces, out=block), places)
     return Image(torch.cat(pieces), places)
 
 

@@ -116,10 +116,8 @@ def paged_batch(
     if few is not None:
         lengths, total_pages = few
         indices, max_page_id = page_ids(host.get("kv_indices"), kv_indices, total_pages)
-        kv_len, known = (
-            torch.tensor(lengths, dtype=torch.int32, device="cpu"),
-            (min(lengths), max(lengths), sum(lengths)),
-        )
+        kv_len = torch.tensor(lengths, dtype=torch.int32, device=CPU)
+        known = min(lengths), max(lengths), sum(lengths)
     else:
         _check_last_pages(last, indptr, host.get("qo_indptr"))
         pages, total_pages, min_pages, max_pages = lengths_of("kv_indptr", indptr, last.numel())
@@ -171,10 +169,7 @@ def ragged_batch(
 
 def single_batch(q_len: int, kv_len: int) -> HostBatch:
     """One request of ``q_len`` rows over ``kv_len`` contiguous keys."""
-    qo, kv = (
-        torch.tensor([0, q_len], dtype=torch.int32, device="cpu"),
-        torch.tensor([0, kv_len], dtype=torch.int32, device="cpu"),
-    )
+    qo, kv = (torch.tensor([0, n], dtype=torch.int32, device=CPU) for n in (q_len, kv_len))
     return _assemble(qo, kv, kv[1:], 0, None, None, -1)
 
 
@@ -388,7 +383,7 @@ def _assemble(
     uniform: int | None
     if isinstance(qo, int):
         # A new array each time: scaling a shared one in place would corrupt every other plan.
-        indptr = torch.arange(0, (batch_size + 1) * qo, qo, dtype=torch.int32, device="cpu")
+        indptr = torch.arange(0, (batch_size + 1) * qo, qo, dtype=torch.int32, device=CPU)
         total_q, longest, uniform = batch_size * qo, qo if batch_size else 0, qo
     else:
         indptr = qo

@@ -89,8 +89,7 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
             raise ValueError(needs("block_mask_map", f"shape {want}", got, "core.sparse"))
         indptr, indices = _keys(fetch("block_mask_map", block_mask_map, self.device) != 0, columns)
         self._paged.plan(
-            _indptr(rows.reshape(-1)), indptr, indices,
-            torch.ones(indptr.numel() - 1, dtype=torch.int32, device="cpu"),
+            _indptr(rows.reshape(-1)), indptr, indices, torch.ones_like(indptr[1:], dtype=torch.int32),
             group, 1, head_dim, 1, causal=causal, pos_encoding_mode=pos_encoding_mode,
             sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, rope_scale=rope_scale,
             rope_theta=rope_theta, q_data_type=q_data_type, kv_data_type=kv_data_type,

@@ -324,11 +324,8 @@ def _image(native: Any, made: Any, items: int, merges: int, *, padded: bool) -> 
     """Return the arrays that the kernels read: one block, cut in three."""
     words = native.ITEM_WORDS
     sizes = (words * items, words * merges, native.COUNT_WORDS)
-    block = (
-        torch.zeros(sum(sizes), dtype=torch.int32, device="cpu")
-        if padded
-        else torch.empty(sum(sizes), dtype=torch.int32, device="cpu")
-    )
+    make = torch.zeros if padded else torch.empty
+    block = make(sum(sizes), dtype=torch.int32, device="cpu")
     start = block.data_ptr()
     made.write(start, start + 4 * sizes[0], start + 4 * (sizes[0] + sizes[1]))
     return dict(zip(("items", "merges", "counts"), block.split_with_sizes(sizes), strict=True))

@@ -65,10 +65,10 @@ class Echo:
 def attend(p: AttentionProblem, n: int, pages: torch.Tensor, kv_len: int, io: RunIO) -> None:
     """Write row ``n`` of out and lse."""
     assert isinstance(p.kv, PagedKV)
-    heads = torch.arange(p.num_qo_heads) // p.gqa_group_size
+    heads = torch.arange(p.num_qo_heads, device=io.q.device) // p.gqa_group_size
     k, v = (t[pages].flatten(0, 1)[:kv_len, heads] for t in (io.k, io.v))
     logits = torch.einsum("hd,khd->hk", io.q[n] * io.q_scale, k) * p.sm_scale * io.k_scale
-    lse = logits.logsumexp(1) if kv_len else torch.full((p.num_qo_heads,), -torch.inf)
+    lse = logits.logsumexp(1) if kv_len else logits.new_full((p.num_qo_heads,), -torch.inf)
     weights = torch.exp(logits - lse[:, None])  # no key: no columns, so no NaN from -inf
     io.out[n] = torch.einsum("hk,khd->hd", weights, v) * io.v_scale
     if io.lse is not None:
