@@ -1,4 +1,4 @@
-"""What a program sets for all of torch changes no result: default device and type."""
+"""What a program sets for all of torch changes no result: default device and type, autocast."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import torch
 
 import attn_core
 
+from .fakes import FakeBackend
+
 HEADS, DIM, PAGE = 2, 16, 4
 Tensors = dict[str, torch.Tensor]
+Use = Callable[..., object]
 
 
 def i32(*values: int) -> torch.Tensor:
@@ -133,14 +136,26 @@ SET: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "device": lambda: torch.device("meta"),  # nothing that runs may be made there
     "float16": lambda: default_type(torch.float16),
     "float64": lambda: default_type(torch.float64),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),  # products would be made of bfloat16
 }
 
 
 @pytest.mark.parametrize("name", SET)
 @pytest.mark.parametrize("call", CALLS)
-def test_defaults_of_torch_change_nothing(call: Callable[[Tensors], object], name: str) -> None:
-    """Engines set both while they load a model and warm up."""
+def test_settings_of_torch_change_nothing(call: Callable[[Tensors], object], name: str) -> None:
+    """Engines set defaults while they load a model and warm up, and autocast where they like."""
     want = call(GIVEN)
     with SET[name]():
         found = call(GIVEN)
     torch.testing.assert_close(found, want, rtol=0, atol=0)
+
+
+def test_backends_of_others_run_without_autocast(use: Use) -> None:
+    seen: list[bool] = []
+    use(FakeBackend(run=lambda launch, image, io: seen.append(torch.is_autocast_enabled("cpu"))))
+    with torch.autocast("cpu", torch.bfloat16):
+        wrapper = attn_core.BatchDecodeWithPagedKVCacheWrapper(GIVEN["workspace"], backend="fake")
+        wrapper.plan(GIVEN["indptr"], GIVEN["indices"], GIVEN["last"], HEADS, HEADS, DIM, PAGE, **F32)
+        wrapper.run(GIVEN["q"][:2], GIVEN["cache"])
+        assert torch.is_autocast_enabled("cpu")
+    assert seen == [False]

@@ -198,7 +198,9 @@ def flat(given: torch.Tensor) -> torch.Tensor:
 
     Anything else is returned as it is, for the check that follows to refuse.
     """
-    if not isinstance(given, torch.Tensor) or given.is_sparse:
+    if not isinstance(given, torch.Tensor) or given.layout is not torch.strided:
+        return given
+    if given.is_nested or given.has_names():
         return given
     return (given.to(torch.int64) if given.dtype is torch.uint32 else given).reshape(-1)
 

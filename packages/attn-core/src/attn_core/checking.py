@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 
 import torch
@@ -29,8 +30,8 @@ def dense(name: str, value: object, code: str, wanted: str = "a tensor") -> torc
     """Return a tensor whose memory holds its values, at strides.
 
     Raises:
-        TypeError: Not a tensor, a sparse, nested or fake one, or a view that negates or conjugates when it is
-            read.
+        TypeError: Not a tensor; a sparse, nested, named or fake one; one without memory; a view that negates
+            or conjugates when it is read.
         ValueError: Its storage was freed, or shrunk below what its elements take.
     """
     if not isinstance(value, torch.Tensor):
@@ -43,6 +44,12 @@ def dense(name: str, value: object, code: str, wanted: str = "a tensor") -> torc
         raise TypeError(needs(name, "a dense tensor", "a nested one", code))
     if value.__class__ is not torch.Tensor and getattr(value, "fake_mode", None) is not None:
         raise TypeError(needs(name, "a tensor with values", "a fake one, which stands for its shape", code))
+    if value.has_names():
+        raise TypeError(needs(name, "a tensor without names (rename(None) drops them)", value.names, code))
+    if value._is_zerotensor():
+        raise TypeError(
+            needs(name, "a tensor with memory (clone() makes one)", "a tensor of zeros without", code)
+        )
     if value.is_neg() or value.is_conj():
         view = "negated" if value.is_neg() else "conjugated"
         want = "a tensor that holds its values (resolve_neg() or resolve_conj() makes one)"
@@ -124,10 +131,12 @@ def whole(name: str, value: object, code: str, least: int | None = None) -> int:
 
     Raises:
         TypeError: Not an int; a bool is none.
-        ValueError: Below ``least``.
+        ValueError: Below ``least``, or of more than 64 bits, which torch has no type for.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(needs(name, "an int", type(value).__name__, code))
+    if not torch.compiler.is_compiling() and not -(2**63) <= value < 2**63:
+        raise ValueError(needs(name, "an int of 64 bits", value, code))
     if least is not None and value < least:
         raise ValueError(needs(name, f"at least {least}", value, code))
     return value
@@ -150,6 +159,15 @@ def check_reach(name: str, tensor: torch.Tensor, device: torch.device) -> None:
     if tensor.device.type not in ("cpu", device.type):
         raise ValueError(needs(name, f"a tensor on cpu or {device}", tensor.device, "core.device"))
 
+
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Return what a backend is called under: torch's operators would round float32 to autocast's type."""
+    if not torch._C._is_any_autocast_enabled():
+        return _NOTHING
+    return torch.autocast(device.type, enabled=False)
+
+
+_NOTHING = nullcontext()
 
 OTHER_NAMES: dict[str, str] = {}
 """What a program's own names of backends stand for; see :func:`attn_core.compat.install`."""

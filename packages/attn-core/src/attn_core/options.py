@@ -167,7 +167,7 @@ def _make_problem(
     q = as_dtype("q_data_type", q_data_type)
     scale = number("rope_scale", rope_scale, 1.0)
     theta = number("rope_theta", rope_theta, 1e4)
-    if scale <= 0 or theta <= 0:
+    if min(scale, theta) < 2.0**-126:  # of float32
         raise ValueError(needs("rope_scale and rope_theta", "positive numbers", (scale, theta), "core.rope"))
     return AttentionProblem(
         op=op,

@@ -12,7 +12,7 @@ from . import notices, plugins, tracing
 from .backend import AppendBackend, AppendIO
 from .batch import INDEX_DTYPES, INT32_MAX, BatchShape, first_true, narrow
 from .cache_view import CacheView, unpack
-from .checking import apart, backend_name, dense
+from .checking import apart, backend_name, dense, no_autocast
 from .errors import needs
 from .not_here import refusing
 from .page_indices import get_batch_indices_positions, get_seq_lens
@@ -166,7 +166,8 @@ def _shape(index: dict[str, torch.Tensor], rows: int) -> BatchShape:
 def _dispatch(screened: Screened, query: Query, io: AppendIO) -> None:
     def append(decision: RouteDecision) -> None:
         assert isinstance(decision.backend, AppendBackend)
-        decision.backend.append(decision.path.name, query.problem, io)
+        with no_autocast(io.k.device):
+            decision.backend.append(decision.path.name, query.problem, io)
 
     decision, _ = serve(screened, query, append)
     notices.announce(query.target, decision.refused, decision.candidate)

@@ -119,7 +119,8 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
         if (at := _first(outside)) is not None:
             wanted, got = f"1 to page_size ({page_size})", f"{int(kv_last_page_len[at])} at position {at}"
             raise ValueError(needs("kv_last_page_len", wanted, got, "core.last-page-len"))
-        if (at := _first(pages.long() * page_size > INT32_MAX)) is not None:
+        # Of int64, differences and products may wrap.
+        if (at := _first((pages < 0) | (pages > INT32_MAX // page_size))) is not None:
             wanted, got = f"at most {INT32_MAX} tokens per request", f"{int(pages[at])} pages of {page_size}"
             raise ValueError(needs("kv_indptr", wanted, got, "core.kv-len"))
     return ((pages - 1) * page_size + kv_last_page_len).masked_fill_(pages <= 0, 0)
@@ -139,6 +140,12 @@ def _check_append_values(indptr: torch.Tensor, lens: torch.Tensor, nnz: int) -> 
     if (last := int(indptr[-1])) > nnz:
         wanted = f"at least append_indptr[-1], which is {last}"
         raise ValueError(needs("nnz", wanted, nnz, "core.append-nnz"))
+    if (at := _first(lens > INT32_MAX)) is not None:
+        raise ValueError(
+            needs(
+                "seq_lens", f"at most {INT32_MAX} tokens per request", int(lens[at]), "core.append-seq-lens"
+            )
+        )
     appended = indptr.diff()
     if (at := _first(lens < appended)) is not None:
         wanted = f"at least the {int(appended[at])} tokens that request {at} appends"

@@ -9,6 +9,7 @@ import torch
 from . import tracing
 from .arguments import check_workspace, refuse, split_size
 from .batch import ragged_batch
+from .checking import dense
 from .errors import needs
 from .graph_buffers import ragged_buffers
 from .options import Dtype, forward_changes, make_problem
@@ -216,10 +217,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
             if found is not None:
                 return found
         for name, t in (("k", k), ("v", v)):
-            if not isinstance(t, torch.Tensor) or t.ndim != 3:
-                raise ValueError(
-                    needs(name, "a 3-D tensor", getattr(t, "shape", type(t).__name__), "core.kv-shape")
-                )
+            if not isinstance(t, torch.Tensor) or t.ndim != 3 or t.is_nested:
+                got = tuple(dense(name, t, "core.kv-shape", "a 3-D tensor").shape)
+                raise ValueError(needs(name, "a 3-D tensor", got, "core.kv-shape"))
         if self._kv_layout == "HND":
             k, v = k.transpose(0, 1), v.transpose(0, 1)
         if extra:

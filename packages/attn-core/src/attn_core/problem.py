@@ -158,8 +158,9 @@ class AttentionProblem:
             raise ValueError(needs("num_qo_heads", want, self.num_qo_heads, "core.heads"))
         if not -1 <= whole("window_left", self.window_left, "core.window") <= INT32_MAX:
             raise ValueError(needs("window_left", f"-1 to {INT32_MAX}", self.window_left, "core.window"))
-        if not self.logits_soft_cap >= 0:
-            raise ValueError(needs("logits_soft_cap", "0 or more", self.logits_soft_cap, "core.soft-cap"))
+        if self.logits_soft_cap and not 1e-18 <= self.logits_soft_cap <= 1e18:
+            want = "0 (off) or 1e-18 to 1e18"  # beyond, x / cap leaves what float32 holds
+            raise ValueError(needs("logits_soft_cap", want, self.logits_soft_cap, "core.soft-cap"))
         if self.fixed_split_size is not None:
             _positive("core.split-size", fixed_split_size=self.fixed_split_size)
         if self.latent and (self.num_kv_heads != 1 or self.head_dim_vo > self.head_dim_qk):

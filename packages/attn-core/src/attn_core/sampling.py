@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from . import capture, notices, plugins, tracing
 from .backend import SamplingIO
-from .checking import backend_name, dense
+from .checking import apart_from, backend_name, dense, no_autocast
 from .errors import needs
 from .not_here import refusing
 from .sampling_math import MAX_VOCAB, PAD
@@ -113,6 +113,10 @@ def chain_speculative_sampling(
     for name, counter in counters.items():
         if counter is not None:
             _check_counter(name, counter, batch_size, device)
+    one, other = counters.values()
+    if one is not None and other is not None:  # both are added to
+        names = list(counters)
+        apart_from(names[0], one, [(names[1], other)], "core.counter")
     _check_randomness(seed, offset, generator, batch_size, device)
     ids = draft_token_ids.to(torch.int64)
     if device.type == "cpu":
@@ -134,7 +138,8 @@ def chain_speculative_sampling(
         )  # fmt: skip
 
         def take(sampler: Sampler) -> None:
-            sampler.backend.sample(sampler.path.name, io)
+            with no_autocast(device):
+                sampler.backend.sample(sampler.path.name, io)
 
         chosen = serve(samplers, target, take)
         notices.announce(target, chosen.refused, chosen.candidate)
@@ -213,9 +218,9 @@ def _check_ids(ids: torch.Tensor, vocab_size: int) -> None:
 
 
 def _check_counter(name: str, counter: torch.Tensor, batch_size: int, device: torch.device) -> None:
-    if not isinstance(counter, torch.Tensor) or counter.dtype != torch.int32:
-        got = getattr(counter, "dtype", type(counter).__name__)
-        raise TypeError(needs(name, "int32 (a converted copy would lose the counts)", got, "core.counter"))
+    wanted = "int32 (a converted copy would lose the counts)"
+    if dense(name, counter, "core.counter", wanted).dtype != torch.int32:
+        raise TypeError(needs(name, wanted, counter.dtype, "core.counter"))
     if tuple(counter.shape) != (batch_size,):
         raise ValueError(needs(name, f"shape ({batch_size},)", tuple(counter.shape), "core.counter"))
     if batch_size > 1 and counter.stride(0) == 0:
@@ -265,7 +270,7 @@ def _serves(generator: torch.Generator, device: torch.device) -> bool:
 
 
 def _check_seed_tensor(name: str, value: torch.Tensor, batch_size: int, device: torch.device) -> None:
-    if value.dtype not in _SEED_DTYPES:
+    if dense(name, value, "core.seed").dtype not in _SEED_DTYPES:
         raise TypeError(needs(name, "int64 or uint64", value.dtype, "core.seed"))
     if value.dim() > 1 or value.numel() not in (1, batch_size):
         raise ValueError(

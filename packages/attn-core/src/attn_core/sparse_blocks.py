@@ -253,9 +253,10 @@ def _check_blocks(
 
 def _flat(mask: object, indptr: torch.Tensor, count: int, sizes: tuple[int, int, int]) -> torch.Tensor:
     rows, height, width = sizes
-    if not isinstance(mask, torch.Tensor) or tuple(mask.shape) != (count, height, width):
-        got = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
-        raise ValueError(needs("mask", f"shape ({count}, {height}, {width})", got, "core.mask-size"))
+    mask = dense("mask", mask, "core.mask-dtype")
+    if tuple(mask.shape) != (count, height, width):
+        want = f"shape ({count}, {height}, {width})"
+        raise ValueError(needs("mask", want, tuple(mask.shape), "core.mask-size"))
     flat = convert_bsr_mask_layout(mask, indptr)
     cut = (indptr.numel() - 1) * height - rows  # rows that the last row of blocks lacks
     last = int(indptr[-1] - indptr[-2]) if cut else 0

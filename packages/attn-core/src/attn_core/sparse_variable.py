@@ -9,7 +9,7 @@ import torch
 from . import tracing
 from .batch import INDEX_DTYPES, INT32_MAX
 from .capture import fetch
-from .checking import flag
+from .checking import dense, flag
 from .errors import needs
 from .options import Dtype, forward_changes
 from .run_options import Pair, Result
@@ -84,8 +84,8 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
         rows = _sizes("block_row_sz", block_row_sz, heads, self.device)
         columns = _sizes("block_col_sz", block_col_sz, heads, self.device)
         want = (heads, rows.shape[1], columns.shape[1])
-        if not isinstance(block_mask_map, torch.Tensor) or tuple(block_mask_map.shape) != want:
-            got = getattr(block_mask_map, "shape", type(block_mask_map).__name__)
+        got = tuple(dense("block_mask_map", block_mask_map, "core.sparse").shape)
+        if got != want:
             raise ValueError(needs("block_mask_map", f"shape {want}", got, "core.sparse"))
         indptr, indices = _keys(fetch("block_mask_map", block_mask_map, self.device) != 0, columns)
         self._paged.plan(
@@ -192,9 +192,9 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
 
 def _sizes(name: str, sizes: object, heads: int, device: torch.device) -> torch.Tensor:
     """Return block sizes on the host as int64."""
-    if not isinstance(sizes, torch.Tensor) or sizes.dtype not in INDEX_DTYPES:
-        got = getattr(sizes, "dtype", type(sizes).__name__)
-        raise TypeError(needs(name, "an int32 or int64 tensor", got, "core.index-type"))
+    sizes = dense(name, sizes, "core.index-type", "an int32 or int64 tensor")
+    if sizes.dtype not in INDEX_DTYPES:
+        raise TypeError(needs(name, "an int32 or int64 tensor", sizes.dtype, "core.index-type"))
     if sizes.ndim != 2 or sizes.shape[0] != heads:
         raise ValueError(needs(name, f"shape [{heads}, blocks]", tuple(sizes.shape), "core.sparse"))
     host = fetch(name, sizes, device).to(torch.int64)

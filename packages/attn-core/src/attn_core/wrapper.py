@@ -14,7 +14,7 @@ from . import capture, state, tracing
 from .arguments import check_workspace, refuse
 from .backend import RunIO
 from .cache_view import unpack
-from .checking import apart_from, dense, device_of, flag, in_storage, readable, whole
+from .checking import apart_from, dense, device_of, flag, in_storage, no_autocast, readable, whole
 from .engine_view import EngineView
 from .errors import needs
 from .planner import check_bytes
@@ -138,7 +138,8 @@ class AttentionWrapper(EngineView):
             _set_scales(s, io, q_scale, k_scale, v_scale)
         if q.is_cuda:
             self._refuse_eager_capture()
-        s.decision.backend.run(s.launch, s.image, io)
+        with no_autocast(s.device):
+            s.decision.backend.run(s.launch, s.image, io)
         _ask_direct(s, io)
         return (out, lse) if return_lse and lse is not None else out
 
