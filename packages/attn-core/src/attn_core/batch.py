@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 
 from . import capture
-from .checking import check_reach, dense
+from .checking import check_reach, dense, flat
 from .errors import needs
 
 INT32_MAX = 2**31 - 1
@@ -191,28 +191,6 @@ def to_host(named: Mapping[str, torch.Tensor], device: torch.device = CPU) -> di
         for name, part in zip(away, packed.split_with_sizes([named[n].numel() for n in away]), strict=True):
             out[name] = narrow(name, part)
     return out
-
-
-def flat(given: torch.Tensor) -> torch.Tensor:
-    """Return lengths that a caller states as 1-D, of uint32 (what upstream's documents say) as int64.
-
-    Anything else is returned as it is, for the check that follows to refuse.
-    """
-    if not isinstance(given, torch.Tensor) or given.layout is not torch.strided:
-        return given
-    if given.is_nested or given.has_names():
-        return given
-    return (given.to(torch.int64) if given.dtype is torch.uint32 else given).reshape(-1)
-
-
-def size_of(name: str, tensor: torch.Tensor) -> int:
-    """Return the number of entries of an index tensor.
-
-    Raises:
-        TypeError: It is not a dense tensor.
-        ValueError: It has no memory for its elements.
-    """
-    return dense(name, tensor, "core.index-type", "an int32 tensor").numel()
 
 
 def check_index(name: str, tensor: object, device: torch.device) -> None:

@@ -154,6 +154,28 @@ def finite(name: str, value: float, code: str) -> float:
     return float(value)
 
 
+def flat(given: torch.Tensor) -> torch.Tensor:
+    """Return lengths that a caller states as 1-D, of uint32 (what upstream's documents say) as int64.
+
+    Anything else is returned as it is, for the check that follows to refuse.
+    """
+    if not isinstance(given, torch.Tensor) or given.layout is not torch.strided:
+        return given
+    if given.is_nested or given.has_names():
+        return given
+    return (given.to(torch.int64) if given.dtype is torch.uint32 else given).reshape(-1)
+
+
+def size_of(name: str, tensor: torch.Tensor) -> int:
+    """Return the number of entries of an index tensor.
+
+    Raises:
+        TypeError: It is not a dense tensor.
+        ValueError: It has no memory for its elements.
+    """
+    return dense(name, tensor, "core.index-type", "an int32 tensor").numel()
+
+
 def check_reach(name: str, tensor: torch.Tensor, device: torch.device) -> None:
     """Raise ValueError for a tensor that is neither on the CPU nor on a device of this kind."""
     if tensor.device.type not in ("cpu", device.type):

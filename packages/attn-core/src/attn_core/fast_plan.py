@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .batch import size_of
-from .checking import dense, whole
+from .checking import dense, size_of, whole
 from .decode_paged import BatchDecodeWithPagedKVCacheWrapper
 from .errors import NoPlan, needs
 from .options import DecodeOptions, Dtype

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .batch import HostBatch, check_index, first_true, flat, lengths_of, page_ids, paged_batch, to_host
+from .batch import HostBatch, check_index, first_true, lengths_of, page_ids, paged_batch, to_host
+from .checking import flat
 from .errors import needs
 
 

@@ -7,8 +7,8 @@ from typing import Unpack
 import torch
 
 from .arguments import check_workspace
-from .batch import INT32_MAX, size_of
-from .checking import backend_name, whole
+from .batch import INT32_MAX
+from .checking import backend_name, size_of, whole
 from .decode_paged import BatchDecodeWithPagedKVCacheWrapper
 from .errors import needs
 from .options import DecodeOptions

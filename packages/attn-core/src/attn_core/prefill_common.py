@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from .arguments import MaskBits, mask_bits
-from .batch import HostBatch, first_true, flat, to_host
-from .checking import flag, whole
+from .batch import HostBatch, first_true, to_host
+from .checking import flag, flat, whole
 from .errors import needs
 from .item_mask import asks_items, item_bits
 from .problem import MaskMode

@@ -8,7 +8,8 @@ import torch
 
 from . import tracing
 from .arguments import MaskBits, check_workspace, refuse, split_size
-from .batch import HostBatch, paged_batch, size_of
+from .batch import HostBatch, paged_batch
+from .checking import size_of
 from .graph_buffers import paged_buffers
 from .options import Dtype, forward_changes, make_problem
 from .prefill_common import check_lengths, masked_keys, planned_mask

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .arena import Image
-from .backend import DeviceImage, DirectRun, RunShapes, TensorContract
+from .backend import DeviceImage, DirectRun, RunIO, RunShapes, TensorContract
 from .batch import HostBatch
 from .checking import apart, dense, finite
 from .errors import needs
@@ -257,3 +257,29 @@ def check_scale(name: str, value: object, device: torch.device) -> Scale:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(needs(name, "a number or a one-element tensor", type(value).__name__, "core.scale"))
     return finite(name, value, "core.scale")
+
+
+def ask_direct(s: PlanState, io: RunIO) -> None:
+    """Ask the backend for its own way to run a plan, once; a plan that is run a single time needs none."""
+    slot = s.direct
+    if slot.ran and not slot.asked:
+        slot.asked = True
+        ask = getattr(s.decision.backend, "direct", None)
+        if ask is not None:
+            slot.call = ask(s.launch, s.image, io, s.run_shapes)
+    slot.ran = True
+
+
+def set_scales(s: PlanState, io: RunIO, q_scale: object, k_scale: object, v_scale: object) -> None:
+    """Check the scales of a run and put them in place; refuse those that the path cannot apply."""
+    io.q_scale = check_scale("q_scale", q_scale, s.device)
+    io.k_scale = check_scale("k_scale", k_scale, s.device)
+    io.v_scale = check_scale("v_scale", v_scale, s.device)
+    if not s.decision.path.contract.scales:
+        got = {"q_scale": io.q_scale, "k_scale": io.k_scale, "v_scale": io.v_scale}
+        other = {
+            name: value for name, value in got.items() if isinstance(value, torch.Tensor) or value != 1.0
+        }
+        if other:
+            name, value = next(iter(other.items()))
+            raise NotImplementedError(needs(f"{s.decision.candidate}: {name}", "1.0", value, "core.scale"))

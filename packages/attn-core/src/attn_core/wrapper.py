@@ -135,12 +135,12 @@ class AttentionWrapper(EngineView):
         sums = None if lse is None else _writable(lse)
         io = RunIO(q, k, v, _writable(out), sums, self._workspace(s))
         if q_scale is not None or k_scale is not None or v_scale is not None:
-            _set_scales(s, io, q_scale, k_scale, v_scale)
+            state.set_scales(s, io, q_scale, k_scale, v_scale)
         if q.is_cuda:
             self._refuse_eager_capture()
         with no_autocast(s.device):
             s.decision.backend.run(s.launch, s.image, io)
-        _ask_direct(s, io)
+        state.ask_direct(s, io)
         return (out, lse) if return_lse and lse is not None else out
 
     def _run_direct(
@@ -377,28 +377,3 @@ def _lse(
         return torch.empty(shape, dtype=torch.float32, device=s.device)
     state.check_output("lse", lse, shape, torch.float32, s.device)
     return apart_from("lse", lse, others, "core.lse")
-
-
-def _ask_direct(s: PlanState, io: RunIO) -> None:
-    """Ask the backend for its own way to run a plan, once; a plan that is run a single time needs none."""
-    slot = s.direct
-    if slot.ran and not slot.asked:
-        slot.asked = True
-        ask = getattr(s.decision.backend, "direct", None)
-        if ask is not None:
-            slot.call = ask(s.launch, s.image, io, s.run_shapes)
-    slot.ran = True
-
-
-def _set_scales(s: PlanState, io: RunIO, q_scale: object, k_scale: object, v_scale: object) -> None:
-    io.q_scale = state.check_scale("q_scale", q_scale, s.device)
-    io.k_scale = state.check_scale("k_scale", k_scale, s.device)
-    io.v_scale = state.check_scale("v_scale", v_scale, s.device)
-    if not s.decision.path.contract.scales:
-        got = {"q_scale": io.q_scale, "k_scale": io.k_scale, "v_scale": io.v_scale}
-        other = {
-            name: value for name, value in got.items() if isinstance(value, torch.Tensor) or value != 1.0
-        }
-        if other:
-            name, value = next(iter(other.items()))
-            raise NotImplementedError(needs(f"{s.decision.candidate}: {name}", "1.0", value, "core.scale"))
