@@ -9,7 +9,7 @@ import torch
 from attn_aiter.backend import AiterBackend
 from attn_core.backend import API_VERSION, AppendIO, Backend, Path, PlanResult, RunIO
 from attn_core.batch import BatchShape, HostBatch
-from attn_core.capability import FLOATS, FP8, Capability, GraphSupport
+from attn_core.capability import E5M2, FLOATS, FP8, Capability, GraphSupport
 from attn_core.problem import AttentionProblem, MaskMode, Op, PosEncoding
 from attn_core.query import GraphLimits, Query
 from attn_core.reasons import Reason
@@ -41,7 +41,7 @@ class Fa2:
                 archs=archs,
                 ops=frozenset(Op),
                 q_dtypes=FLOATS if name == "cpu" else FLOATS - {torch.float32},
-                kv_dtypes=FLOATS | FP8,
+                kv_dtypes=FLOATS | FP8 | E5M2,
                 masks=frozenset(MaskMode),
                 pos_encodings=frozenset(PosEncoding),
                 window=True,

@@ -24,6 +24,8 @@ from .device import Device
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FNUZ, FN = torch.float8_e4m3fnuz, torch.float8_e4m3fn
+E5_FNUZ, E5 = torch.float8_e5m2fnuz, torch.float8_e5m2
+FP8 = (FNUZ, FN, E5_FNUZ, E5)
 CPU = DeviceTarget("cpu", "cpu", 1, 1)
 
 
@@ -233,7 +235,7 @@ def append(device: Device, case: Case, given: Inputs, rows: int) -> tuple[torch.
     indices, indptr = given.batch.kv_indices.clone(), given.batch.kv_indptr.clone()
     made = []
     for cache in ("device", "reference"):
-        k, v = (torch.zeros_like(x) if x.dtype in (FN, FNUZ) else x.clone() for x in (given.k, given.v))
+        k, v = (torch.zeros_like(x) if x.dtype in FP8 else x.clone() for x in (given.k, given.v))
         io = AppendIO(key, value, k, v, request, position, indices, indptr)
         if cache == "reference":
             ReferenceBackend().append("torch", problem, io)
@@ -327,6 +329,16 @@ CASES = (
     Case("fp8-prefill", (70,), (100,), (4, 2), (128, 128), dtypes=(BF16, FNUZ, BF16), options=CAUSAL),
     Case("fp8-rope", (20,), (70,), dtypes=(BF16, FNUZ, BF16), options=ROPE),
     Case("fp8-256", (20,), (70,), (2, 1), (256, 256), dtypes=(BF16, FN, BF16), options=CAUSAL),
+    Case("e5m2-decode", (1, 1), (70, 20), (8, 1), (128, 128), dtypes=(BF16, E5, BF16), scales=(1.0, 0.5, 2.0),
+         core=True),
+    Case("e5m2-split", (1,), (300,), (8, 1), dtypes=(BF16, E5, BF16), split=8, options={}),
+    Case("e5m2-half-prefill", (20,), (70,), (4, 2), (128, 128), dtypes=(FP16, E5, FP16), options=CAUSAL),
+    Case("e5m2-prefill", (70,), (100,), dtypes=(BF16, E5, BF16), options=CAUSAL),
+    Case("e5m2-rope", (20,), (70,), dtypes=(BF16, E5, BF16), options=ROPE),
+    Case("e5m2-256", (20,), (70,), (2, 1), (256, 256), page=0, dtypes=(BF16, E5, BF16), options=CAUSAL),
+    Case("e5m2fnuz-decode", (1, 1), (70, 20), dtypes=(BF16, E5_FNUZ, BF16)),
+    Case("e5m2fnuz-half", (20,), (70,), (4, 2), (128, 128), dtypes=(FP16, E5_FNUZ, FP16), options=CAUSAL),
+    Case("e5m2fnuz-cap", (20,), (70,), (2, 1), (128, 128), dtypes=(FP16, E5_FNUZ, FP16), options=CAP),
     # Kernels that nothing above runs.
     Case("half-64-decode", (1, 1), (70, 5), dtypes=HALF),
     Case("half-128-prefill", (20,), (70,), (2, 1), (128, 128), dtypes=HALF, options=CAUSAL),
@@ -349,5 +361,6 @@ APPENDS = (
     Case("append", (1, 1), (70, 20), (4, 2), core=True),
     Case("append-hnd-fp8", (1, 1), (70, 20), (4, 2), (128, 64), order="HND", dtypes=(BF16, FNUZ, BF16)),
     Case("append-fp8-fn", (1, 1), (70, 20), (4, 2), dtypes=(FP16, FN, FP16)),
+    Case("append-e5m2", (1, 1), (70, 20), (4, 2), dtypes=(FP16, E5, FP16)),
     Case("append-half", (1, 1), (70, 20), (2, 2), (40, 24), page=1, dtypes=HALF),
 )

@@ -11,7 +11,7 @@ from attn_hip import budget, codeobject, variants
 from attn_hip.budget import FILE, LOOP_COUNTS, waves_per_simd
 from attn_hip.variants import Variant
 
-from .attention import BF16, FN, FNUZ, Case, attend, inputs
+from .attention import BF16, E5, E5_FNUZ, FN, FNUZ, Case, attend, inputs
 from .device import CSRC, Device, made
 from .isa import BYTES_PER_CLOCK, Counts
 
@@ -58,11 +58,15 @@ LOOPS = (
     _decode("decode 128, group 16", 16, 128),
     _decode("decode 128 e4m3fn, group 8", 8, 128, dtypes=(BF16, FN, BF16)),
     _decode("decode 128 e4m3fnuz, group 8", 8, 128, dtypes=(BF16, FNUZ, BF16)),
+    _decode("decode 128 e5m2, group 8", 8, 128, dtypes=(BF16, E5, BF16)),
+    _decode("decode 128 e5m2fnuz, group 8", 8, 128, dtypes=(BF16, E5_FNUZ, BF16)),
     _decode("decode 256, group 8", 8, 256),
     _prefill("prefill 64", 64),
     _prefill("prefill 128", 128),
     _prefill("prefill 128 e4m3fn", 128, dtypes=(BF16, FN, BF16)),
     _prefill("prefill 128 e4m3fnuz", 128, dtypes=(BF16, FNUZ, BF16)),
+    _prefill("prefill 128 e5m2", 128, dtypes=(BF16, E5, BF16)),
+    _prefill("prefill 128 e5m2fnuz", 128, dtypes=(BF16, E5_FNUZ, BF16)),
     _prefill("prefill 256", 256),
 )
 

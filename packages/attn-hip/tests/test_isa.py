@@ -147,6 +147,33 @@ def test_conversions_of_small_floats() -> None:
     np.testing.assert_array_equal(brain.view(np.float32), torch.from_numpy(x).bfloat16().float().numpy())
 
 
+def test_conversions_of_five_bits_of_exponent() -> None:
+    import torch
+
+    every = np.arange(256, dtype=U)
+    for arch, kind in (("gfx942", torch.float8_e5m2fnuz), ("gfx950", torch.float8_e5m2)):
+        table = torch.arange(256, dtype=torch.uint8).view(kind).float().numpy()
+        back = run(
+            "v_cvt_f32_bf8_sdwa v10, v1 src0_sel:BYTE_1\nv_cvt_pk_f32_bf8_sdwa v[12:13], v2 src0_sel:WORD_1\n"
+            "v_mov_b32_e32 v11, v13",
+            [every << U(8), every << U(24) | U(3)], 2, arch=arch, threads=256,
+        )  # fmt: skip
+        np.testing.assert_array_equal(back.view(np.float32), np.stack([table, table]))
+    pairs = run(
+        "v_cvt_scalef32_pk_bf16_bf8 v10, v1, 1.0\nv_cvt_scalef32_pk_f16_bf8 v11, v1, 1.0 op_sel:[1,0,0]",
+        [every | every[::-1] << U(24)], 2, arch="gfx950", threads=256,
+    )  # fmt: skip
+    np.testing.assert_array_equal((pairs[0] << U(16)).view(np.float32), table)
+    np.testing.assert_array_equal((pairs[1] >> U(16)).astype(np.uint16).view(np.float16), table[::-1])
+
+
+def test_maxima_of_whole_halves() -> None:
+    words = np.random.default_rng(4).integers(0, 2**32, 192, U)
+    got = run("s_movk_i32 s20, 0x4000\nv_pk_max_u16 v10, v1, s20 op_sel_hi:[1,0]", [words], threads=192)[0]
+    wanted = np.maximum(words.view(np.uint16), np.uint16(0x4000))
+    np.testing.assert_array_equal(got.view(np.uint16), wanted)
+
+
 def test_doubles_and_wide_integers() -> None:
     d = RNG.standard_normal(64)
     low, high = d.view(U)[::2].copy(), d.view(U)[1::2].copy()

@@ -19,7 +19,7 @@ KEYS = (16, 37, 64, 5, 100, 48, 61, 160, 33, 96)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TYPES = [
     (FP32, FP32), (FP16, FP16), (BF16, BF16), (BF16, torch.float8_e4m3fn), (FP16, torch.float8_e4m3fnuz),
-    (FP32, BF16),
+    (BF16, torch.float8_e5m2), (FP16, torch.float8_e5m2fnuz), (FP32, BF16),
 ]  # fmt: skip
 WAYS = {
     "in place": (64, {}),

@@ -115,6 +115,7 @@ class Dims:
 
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 FP8 = frozenset({torch.float8_e4m3fn, torch.float8_e4m3fnuz})
+E5M2 = frozenset({torch.float8_e5m2, torch.float8_e5m2fnuz})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from .backend import (
     TensorContract,
 )
 from .batch import HostBatch
-from .capability import FLOATS, FP8, Capability, GraphSupport
+from .capability import E5M2, FLOATS, FP8, Capability, GraphSupport
 from .checking import dense
 from .problem import UNIFORM_OPS, AttentionProblem, MaskMode, Op, PosEncoding
 from .query import Query
@@ -38,7 +38,7 @@ CAPABILITY = Capability(
     archs=None,
     ops=frozenset(Op),
     q_dtypes=_ALL,
-    kv_dtypes=_ALL | FP8 | {torch.float8_e5m2, torch.float8_e5m2fnuz},
+    kv_dtypes=_ALL | FP8 | E5M2,
     o_dtypes=_ALL,
     masks=frozenset(MaskMode),
     pos_encodings=frozenset(PosEncoding),

@@ -20,7 +20,7 @@ from attn_core.backend import (
     TensorContract,
 )
 from attn_core.batch import HostBatch
-from attn_core.capability import FLOATS, FP8, Capability, Dims, GraphSupport
+from attn_core.capability import E5M2, FLOATS, FP8, Capability, Dims, GraphSupport
 from attn_core.problem import AttentionProblem, MaskMode, Op, PosEncoding
 from attn_core.query import Query
 from attn_core.reasons import Reason
@@ -34,12 +34,13 @@ from .host import CANDIDATE, Host
 NAME = CANDIDATE
 TILE, CPU = "tile", "cpu"
 _HALVES = frozenset({torch.float16, torch.bfloat16})
+_BYTES = FP8 | E5M2
 
 CPU_CAPABILITY = Capability(
     archs=frozenset({"cpu"}),
     ops=frozenset(Op),
     q_dtypes=FLOATS,
-    kv_dtypes=FLOATS | FP8,
+    kv_dtypes=FLOATS | _BYTES,
     o_dtypes=FLOATS,
     head_dims=Dims(at_most=1024),
     masks=frozenset(MaskMode),
@@ -53,14 +54,14 @@ GPU_CAPABILITY = replace(
     CPU_CAPABILITY,
     archs=frozenset(toolchain.ARCHS),
     q_dtypes=_HALVES,
-    kv_dtypes=_HALVES | FP8,
+    kv_dtypes=_HALVES | _BYTES,
     head_dims=Dims(at_most=256),
 )
 
 
 def _mixed(query: Query) -> Verdict:
     p = query.problem
-    return None if p.kv_dtype in (p.q_dtype, *FP8) else (_name(p.q_dtype), _name(p.kv_dtype))
+    return None if p.kv_dtype in (p.q_dtype, *_BYTES) else (_name(p.q_dtype), _name(p.kv_dtype))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -79,7 +79,7 @@ def _key(name: str) -> Callable[[Row], float]:
     return lambda row: float(row[name])
 
 
-_PLAIN = "attend_.*_(same|fp8)"
+_PLAIN, _FP8 = "attend_.*_(same|fp8)", ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz")
 _RATIO, _ISSUE = _key("matrix_over_vector"), _key("issue_over_memory")
 GATES = (
     Gate("registers spilled, bytes of scratch", "resources", ".*",
@@ -90,12 +90,12 @@ GATES = (
     Gate("waves, decode with every feature", "resources", "attend_.*_any_.*_16", _key("waves"), 2, True),
     *(Gate(f"matrix/vector, prefill of head_dim {dim}", "loops", f"prefill {dim}", _RATIO, 0.8, True)
       for dim in (64, 128, 256)),
-    Gate("matrix/vector, prefill of an e4m3fn cache", "loops", "prefill 128 e4m3fn", _RATIO, 0.8, True),
-    Gate("matrix/vector, prefill of an e4m3fnuz cache", "loops", "prefill 128 e4m3fnuz", _RATIO, 0.8, True),
+    *(Gate(f"matrix/vector, prefill of an {fp8} cache", "loops", f"prefill 128 {fp8}", _RATIO, 0.8, True)
+      for fp8 in _FP8),
     Gate("issue/memory, decode of groups 4, 8 and 16", "loops", "decode 128, group.*", _ISSUE, 0.25, False),
     Gate("issue/memory, decode of head_dim 64", "loops", "decode 64.*", _ISSUE, 0.25, False),
-    Gate("issue/memory, decode of an e4m3fn cache", "loops", "decode 128 e4m3fn,.*", _ISSUE, 0.25, False),
-    Gate("issue/memory, decode of an e4m3fnuz cache", "loops", "decode 128 e4m3fnuz,.*", _ISSUE, 0.25, False),
+    *(Gate(f"issue/memory, decode of an {fp8} cache", "loops", f"decode 128 {fp8},.*", _ISSUE, 0.25, False)
+      for fp8 in _FP8),
     Gate("K and V by 128-bit loads, each once", "loops", ".*", _key("wide_loads"), 1, True),
     Gate("conflicts", "loops", ".*", _key("conflicts"), 1.1, False),
     Gate("exponentials per score", "loops", ".*", _key("exp_per_score"), 1, False),

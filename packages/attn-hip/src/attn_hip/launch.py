@@ -19,6 +19,7 @@ from . import codes
 _ITEM_WORDS = 8
 DTYPES = {
     torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3, torch.float8_e4m3fnuz: 4,
+    torch.float8_e5m2: 6, torch.float8_e5m2fnuz: 7,
 }  # fmt: skip
 PROBABILITIES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 5}
 MASKS = {MaskMode.NONE: 0, MaskMode.CAUSAL: 1, MaskMode.CUSTOM: 2}

@@ -1,4 +1,4 @@
-"""The two fp8 encodings: e4m3fnuz on gfx942, e4m3fn (OCP) on gfx950."""
+"""The fp8 encodings: fnuz on gfx942, OCP on gfx950, each with four or five bits of exponent (``e5m2``)."""
 
 from __future__ import annotations
 
@@ -11,25 +11,28 @@ def is_fnuz(arch: str) -> bool:
     return arch == "gfx942"
 
 
-@lru_cache(maxsize=2)
-def values(fnuz: bool) -> np.ndarray:
+@lru_cache(maxsize=4)
+def values(fnuz: bool, e5m2: bool = False) -> np.ndarray:
     """Return the float32 value of each of the 256 codes."""
     code = np.arange(256)
-    exponent, fraction = code >> 3 & 15, code & 7
-    bias = 8 if fnuz else 7
-    normal = (1 + fraction / 8) * 2.0 ** (exponent - bias)
-    small = fraction / 8 * 2.0 ** (1 - bias)
+    bits = 2 if e5m2 else 3  # of the fraction
+    exponent, fraction = (code & 127) >> bits, (code & (1 << bits) - 1) / (1 << bits)
+    bias = (16 if e5m2 else 8) - (not fnuz)
+    normal, small = (1 + fraction) * 2.0 ** (exponent - bias), fraction * 2.0 ** (1 - bias)
     magnitude = np.where(exponent > 0, normal, small)
     found = np.where(code & 128, -magnitude, magnitude).astype(np.float32)
     if fnuz:
         found[0x80] = np.nan
+    elif e5m2:
+        infinite = exponent == 31
+        found[infinite] = np.where(fraction[infinite] > 0, np.nan, np.copysign(np.inf, found[infinite]))
     else:
         found[[0x7F, 0xFF]] = np.nan
     return found
 
 
-def decode(codes: np.ndarray, fnuz: bool) -> np.ndarray:
-    return values(fnuz)[np.asarray(codes, np.int64) & 255]
+def decode(codes: np.ndarray, fnuz: bool, e5m2: bool = False) -> np.ndarray:
+    return values(fnuz, e5m2)[np.asarray(codes, np.int64) & 255]
 
 
 def encode(x: np.ndarray, fnuz: bool) -> np.ndarray:

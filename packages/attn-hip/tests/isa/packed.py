@@ -16,11 +16,12 @@ from .vector import computation, lanewise
 from .waves import Waves
 
 Step = Callable[[Waves], None]
+_EIGHT = re.compile(r"_(fp8|bf8)(_|$)")
 
 
 def decode(ins: Instruction, arch: str) -> Step | None:
     """Return what an instruction does, or None where this module does not know it."""
-    return _fp8(ins, arch) if "fp8" in ins.name else _packed(ins)
+    return _fp8(ins, arch) if _EIGHT.search(ins.name) else _packed(ins)
 
 
 def _mixed(ins: Instruction) -> Step:
@@ -75,7 +76,7 @@ def _packed(ins: Instruction) -> Step | None:
     if ins.name == "v_pk_ashrrev_i16":
         return _packed_shift(ins)
     if ins.name in _HALVES:
-        return _packed_halves(ins, _HALVES[ins.name])
+        return _packed_halves(ins, _HALVES[ins.name], ins.name.endswith("u16"))
     name = {
         "v_pk_mul_f32": "mul_f32",
         "v_pk_add_f32": "add_f32",
@@ -136,25 +137,23 @@ def _packed_shift(ins: Instruction) -> Step:
     return lanewise(needs_register(ins.operands[0], "v").index, False, [at], made)
 
 
-def _packed_halves(ins: Instruction, function: Callable[..., np.ndarray]) -> Step:
-    """Two results of 16 bits, each from a chosen half of every operand."""
-    ins.only("op_sel", "op_sel_hi", "neg_lo", "neg_hi")
+def _packed_halves(ins: Instruction, function: Callable[..., np.ndarray], whole: bool) -> Step:
+    """Two results of 16 bits, floats or ``whole`` numbers, each from a chosen half of every operand."""
+    ins.only("op_sel", "op_sel_hi", *(() if whole else ("neg_lo", "neg_hi")))
     count = len(ins.operands) - 1
     made = []
-    sources = [source(text, "u" if text.startswith("0x") else "h") for text in ins.operands[1:]]
+    kind = np.uint16 if whole else np.float16
+    sources = [source(text, "u" if whole or text.startswith("0x") else "h") for text in ins.operands[1:]]
     for option, default, sign in (("op_sel", 0, "neg_lo"), ("op_sel_hi", 1, "neg_hi")):
         which, negated = ins.bits(option, default, count), ins.bits(sign, 0, count)
         for n, text in enumerate(ins.operands[1:]):
             if which[n] and not sources[n].keys and not text.startswith("0x") and _in_doubt(text):
                 raise Unknown(f"upper half of {text}")
-        made.append(_halves_of(sources, which, negated))
+        made.append(_halves_of(sources, which, negated, kind))
 
     def compute(w: Waves) -> np.ndarray:
         low, high = (
-            np.asarray(function(*(read(w) for read in reads)))
-            .astype(np.float16)
-            .view(np.uint16)
-            .astype(np.uint32)
+            np.asarray(function(*(read(w) for read in reads))).astype(kind).view(np.uint16).astype(np.uint32)
             for reads in made
         )
         return low | (high << np.uint32(16))
@@ -163,11 +162,11 @@ def _packed_halves(ins: Instruction, function: Callable[..., np.ndarray]) -> Ste
 
 
 def _halves_of(
-    sources: list[Source], which: tuple[int, ...], negated: tuple[int, ...]
+    sources: list[Source], which: tuple[int, ...], negated: tuple[int, ...], kind: type[np.generic]
 ) -> list[Callable[[Waves], np.ndarray]]:
     def one(read: Callable[[Waves], np.ndarray], half: int, negate: int) -> Callable[[Waves], np.ndarray]:
         shift, sign = np.uint32(16 * half), np.uint16(0x8000 * negate)
-        return lambda w: ((read(w) >> shift).astype(np.uint16) ^ sign).view(np.float16)
+        return lambda w: ((read(w) >> shift).astype(np.uint16) ^ sign).view(kind)
 
     return [one(s.read, which[n], negated[n]) for n, s in enumerate(sources)]
 
@@ -178,7 +177,7 @@ def _fma16(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 _HALVES: dict[str, Callable[..., np.ndarray]] = {
     "v_pk_mul_f16": np.multiply, "v_pk_add_f16": np.add, "v_pk_fma_f16": _fma16, "v_pk_max_f16": np.fmax,
-    "v_pk_min_f16": np.fmin,
+    "v_pk_min_f16": np.fmin, "v_pk_max_u16": np.maximum,
 }  # fmt: skip
 
 
@@ -201,16 +200,21 @@ def _in_doubt(text: str) -> bool:
 
 
 def _fp8(ins: Instruction, arch: str) -> Step:
-    fnuz = fp8.is_fnuz(arch)
-    name = ins.name.removesuffix("_sdwa")
+    """Conversions of fp8, which is e4m3, and of bf8, which is e5m2."""
+    fnuz, e5m2 = fp8.is_fnuz(arch), "bf8" in ins.name
+    name = ins.name.removesuffix("_sdwa").replace("bf8", "fp8")
     ins.only("src0_sel", "op_sel")
     target = needs_register(ins.operands[0], "v").index
+
+    def value(codes: np.ndarray) -> np.ndarray:
+        return fp8.decode(codes & np.uint32(255), fnuz, e5m2)
+
     if name == "v_cvt_f32_fp8":
         byte = {"BYTE_0": 0, "BYTE_1": 1, "BYTE_2": 2, "BYTE_3": 3}[ins.options.get("src0_sel", "BYTE_0")]
         at = source(ins.operands[1])
         shift = np.uint32(8 * byte)
         part = at.mapped(lambda x: (x >> shift) & np.uint32(255))
-        return lanewise(target, False, [part], lambda w: fp8.decode(part.read(w), fnuz).view(np.uint32))
+        return lanewise(target, False, [part], lambda w: value(part.read(w)).view(np.uint32))
     if name == "v_cvt_pk_f32_fp8":
         word = {"WORD_0": 0, "WORD_1": 16}[ins.options.get("src0_sel", "WORD_0")]
         if ins.options.get("op_sel", "[0,0]") not in ("[0,0]",):
@@ -219,15 +223,14 @@ def _fp8(ins: Instruction, arch: str) -> Step:
 
         def pair(w: Waves) -> np.ndarray:
             x = at.read(w)
-            both = [fp8.decode((x >> np.uint32(word + s)) & np.uint32(255), fnuz) for s in (0, 8)]
-            low, high = (b.view(np.uint32).astype(np.uint64) for b in both)
+            low, high = (value(x >> np.uint32(word + s)).view(np.uint32).astype(np.uint64) for s in (0, 8))
             return low | (high << np.uint64(32))
 
         return lanewise(target, True, [at], pair)
-    if name == "v_cvt_pk_fp8_f32":
+    if name == "v_cvt_pk_fp8_f32" and not e5m2:
         return _to_fp8(ins, target, fnuz)
     if name in _TO_HALVES and ins.operands[2:] == ("1.0",):  # the scale
-        return _to_halves(ins, target, fnuz, _TO_HALVES[name])
+        return _to_halves(ins, target, value, _TO_HALVES[name])
     raise Unknown(ins.text)
 
 
@@ -238,14 +241,15 @@ _TO_HALVES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 """gfx950: two codes of one half of a word to two 16-bit values, all of which are exact."""
 
 
-def _to_halves(ins: Instruction, target: int, fnuz: bool, bits: Callable[[np.ndarray], np.ndarray]) -> Step:
+def _to_halves(
+    ins: Instruction, target: int, value: Callable[[np.ndarray], np.ndarray],
+    bits: Callable[[np.ndarray], np.ndarray],
+) -> Step:  # fmt: skip
     first = 16 * ins.bits("op_sel", 0, 3)[0] if "op_sel" in ins.options else 0
     at = source(ins.operands[1])
 
     def made(w: Waves) -> np.ndarray:
-        low, high = (
-            bits(fp8.decode((at.read(w) >> np.uint32(first + s)) & np.uint32(255), fnuz)) for s in (0, 8)
-        )
+        low, high = (bits(value(at.read(w) >> np.uint32(first + s))) for s in (0, 8))
         return low | (high << np.uint32(16))
 
     return lanewise(target, False, [at], made)

@@ -28,7 +28,7 @@ inline AppendParams append_params(uint64_t key, uint64_t value, uint64_t k, uint
   p.k_stride_page = ks.page, p.k_stride_token = ks.token, p.k_stride_head = ks.head;
   p.v_stride_page = vs.page, p.v_stride_token = vs.token, p.v_stride_head = vs.head;
   p.nnz = nnz, p.num_pages = num_pages, p.batch = batch, p.num_indices = num_indices;
-  p.key_dtype = p.kv_dtype = dtype;
+  p.dtype = dtype;
   p.num_kv_heads = num_kv_heads, p.head_dim_qk = head_dim_qk, p.head_dim_vo = head_dim_vo, p.page_size = page_size;
   return p;
 }

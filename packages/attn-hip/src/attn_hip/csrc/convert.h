@@ -46,44 +46,32 @@ ATTN_DEVICE uint16_t float_to_half(float x) {
   return uint16_t(sign | (code > 0x7c00 ? 0x7c00 : code));
 }
 
-// e4m3fn: bias 7, no infinity, NaN 0x7f. e4m3fnuz: bias 8, no infinity, no -0, NaN 0x80.
-template <bool Fnuz>
-ATTN_DEVICE float fp8_to_float(uint8_t x) {
-  constexpr int bias = Fnuz ? 8 : 7;
-  if (Fnuz ? x == 0x80 : (x & 0x7f) == 0x7f) return bits_as<float>(0x7fc00000u);
-  const uint32_t exponent = (x >> 3) & 15, fraction = x & 7;
-  const float size = exponent ? bits_as<float>(((exponent + 127 - bias) << 23) | (fraction << 20))
-                              : float(fraction) * (Fnuz ? 0x1p-10f : 0x1p-9f);
-  return x & 0x80 ? -size : size;
-}
+// Whether an fp8 format has five bits of exponent, and whether it is of the kind without infinities and -0.
+ATTN_DEVICE constexpr bool is_e5m2(int dtype) { return dtype == kFloat8E5M2 || dtype == kFloat8E5M2FNUZ; }
+ATTN_DEVICE constexpr bool is_fnuz(int dtype) { return dtype == kFloat8E4M3FNUZ || dtype == kFloat8E5M2FNUZ; }
 
-template <bool Fnuz>
-ATTN_DEVICE uint8_t float_to_fp8(float x) {
-  const uint32_t u = bits_as<uint32_t>(x), magnitude = u & 0x7fffffff, sign = (u >> 24) & 0x80;
-  uint32_t code = magnitude >= 0x7f800000 ? 0xff : round_magnitude<3, Fnuz ? 8 : 7>(magnitude);
-  if (Fnuz) return uint8_t(code > 0x7f ? 0x80 : code ? sign | code : 0);
-  return uint8_t(sign | (code > 0x7e ? 0x7f : code));
+// The bits of a half that is an fp8 value divided by fp8_unit(). A code moved into a half keeps its value but for the
+// bias; that of e5m2fnuz is greater by one, so its halves are less by an exponent, or shifted where there is none.
+// e4m3fn: NaN 0x7f and 0xff, no infinity. Both fnuz: NaN 0x80.
+template <int T>
+ATTN_DEVICE uint16_t fp8_half(uint8_t x) {
+  if (T == kFloat8E5M2) return uint16_t(x << 8);
+  const uint32_t size = x & 0x7f, sign = uint32_t(x & 0x80) << 8, half = size << 7;
+  if (is_fnuz(T) ? x == 0x80 : size == 0x7f) return 0x7e00;
+  return uint16_t(sign | (is_e5m2(T) && half > 0x400 ? 2 * half - 0x400 : half));
 }
+ATTN_DEVICE constexpr float fp8_unit(int dtype) { return is_e5m2(dtype) ? 1.f : is_fnuz(dtype) ? 0x1p7f : 0x1p8f; }
+
+template <int T>
+ATTN_DEVICE float fp8_to_float(uint8_t x) { return half_to_float(fp8_half<T>(x)) * fp8_unit(T); }
 
 ATTN_DEVICE int element_size(int dtype) { return dtype == kFloat32 ? 4 : dtype <= kBFloat16 ? 2 : 1; }
 
-ATTN_DEVICE float load_element(const void* p, int64_t i, int dtype) {
+ATTN_DEVICE float load_element(const void* p, int64_t i, int dtype) {  // no fp8
   switch (dtype) {
     case kFloat32: return static_cast<const float*>(p)[i];
     case kFloat16: return half_to_float(static_cast<const uint16_t*>(p)[i]);
-    case kBFloat16: return bf16_to_float(static_cast<const uint16_t*>(p)[i]);
-    case kFloat8E4M3FN: return fp8_to_float<false>(static_cast<const uint8_t*>(p)[i]);
-    default: return fp8_to_float<true>(static_cast<const uint8_t*>(p)[i]);
-  }
-}
-
-ATTN_DEVICE void store_element(void* p, int64_t i, int dtype, float x) {
-  switch (dtype) {
-    case kFloat32: static_cast<float*>(p)[i] = x; break;
-    case kFloat16: static_cast<uint16_t*>(p)[i] = float_to_half(x); break;
-    case kBFloat16: static_cast<uint16_t*>(p)[i] = float_to_bf16(x); break;
-    case kFloat8E4M3FN: static_cast<uint8_t*>(p)[i] = float_to_fp8<false>(x); break;
-    default: static_cast<uint8_t*>(p)[i] = float_to_fp8<true>(x);
+    default: return bf16_to_float(static_cast<const uint16_t*>(p)[i]);
   }
 }
 
@@ -97,18 +85,36 @@ ATTN_DEVICE __m256 widen_bf16(const uint16_t* p) {
 ATTN_DEVICE __m256 widen_half(const uint16_t* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
-// The bits of an fp8 value, moved into a half, are the value times 2^-8 (2^-7 for fnuz), subnormals included.
-template <bool Fnuz>
+template <int T>
 ATTN_DEVICE __m256 widen_fp8(const uint8_t* p) {
   const __m128i x = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  if constexpr (T == kFloat8E5M2) return _mm256_cvtph_ps(_mm_slli_epi16(x, 8));
   const __m128i low = _mm_and_si128(x, _mm_set1_epi16(0x7f));
   const __m128i sign = _mm_slli_epi16(_mm_xor_si128(x, low), 8);
-  const __m128i is_nan = Fnuz ? _mm_cmpeq_epi16(x, _mm_set1_epi16(0x80)) : _mm_cmpeq_epi16(low, _mm_set1_epi16(0x7f));
-  const __m128i value = _mm_or_si128(_mm_slli_epi16(low, 7), sign);
-  const __m128i code = _mm_or_si128(value, _mm_and_si128(is_nan, _mm_set1_epi16(0x7e00)));
-  return _mm256_mul_ps(_mm256_cvtph_ps(code), _mm256_set1_ps(Fnuz ? 0x1p7f : 0x1p8f));
+  const __m128i is_nan = _mm_cmpeq_epi16(is_fnuz(T) ? x : low, _mm_set1_epi16(is_fnuz(T) ? 0x80 : 0x7f));
+  __m128i half = _mm_slli_epi16(low, 7);
+  if constexpr (is_e5m2(T)) half = _mm_add_epi16(half, _mm_subs_epu16(half, _mm_set1_epi16(0x400)));
+  const __m128i code = _mm_or_si128(_mm_or_si128(half, sign), _mm_and_si128(is_nan, _mm_set1_epi16(0x7e00)));
+  return _mm256_mul_ps(_mm256_cvtph_ps(code), _mm256_set1_ps(fp8_unit(T)));
 }
 #endif
+
+template <int T>
+static inline void load_fp8(float* dst, const uint8_t* src, int n) {
+  int i = 0;
+#if defined(__AVX2__)
+  for (; i + 8 <= n; i += 8) _mm256_storeu_ps(dst + i, widen_fp8<T>(src + i));
+#endif
+  for (; i < n; i++) dst[i] = fp8_to_float<T>(src[i]);
+}
+static inline void load_fp8(float* dst, const uint8_t* src, int dtype, int n) {
+  switch (dtype) {
+    case kFloat8E4M3FN: return load_fp8<kFloat8E4M3FN>(dst, src, n);
+    case kFloat8E4M3FNUZ: return load_fp8<kFloat8E4M3FNUZ>(dst, src, n);
+    case kFloat8E5M2: return load_fp8<kFloat8E5M2>(dst, src, n);
+    default: return load_fp8<kFloat8E5M2FNUZ>(dst, src, n);
+  }
+}
 
 // dst[0..n) = src[0..n) as float.
 static inline void load_row(float* dst, const void* src, int dtype, int n) {
@@ -117,20 +123,16 @@ static inline void load_row(float* dst, const void* src, int dtype, int n) {
     std::memcpy(dst, src, size_t(n) * sizeof(float));
     return;
   }
+  if (element_size(dtype) == 1) return load_fp8(dst, static_cast<const uint8_t*>(src), dtype, n);
 #if defined(__AVX2__)
   const auto* wide = static_cast<const uint16_t*>(src);
-  const auto* narrow = static_cast<const uint8_t*>(src);
-  switch (dtype) {
-    case kFloat16: for (; i + 8 <= n; i += 8) _mm256_storeu_ps(dst + i, widen_half(wide + i)); break;
-    case kBFloat16: for (; i + 8 <= n; i += 8) _mm256_storeu_ps(dst + i, widen_bf16(wide + i)); break;
-    case kFloat8E4M3FN: for (; i + 8 <= n; i += 8) _mm256_storeu_ps(dst + i, widen_fp8<false>(narrow + i)); break;
-    default: for (; i + 8 <= n; i += 8) _mm256_storeu_ps(dst + i, widen_fp8<true>(narrow + i));
-  }
+  if (dtype == kFloat16) for (; i + 8 <= n; i += 8) _mm256_storeu_ps(dst + i, widen_half(wide + i));
+  else for (; i + 8 <= n; i += 8) _mm256_storeu_ps(dst + i, widen_bf16(wide + i));
 #endif
   for (; i < n; i++) dst[i] = load_element(src, i, dtype);
 }
 
-// dst[0..n) = src[0..n) rounded to nearest even.
+// dst[0..n) = src[0..n) rounded to nearest even; no fp8.
 static inline void store_row(void* dst, const float* src, int dtype, int n) {
   int i = 0;
   if (dtype == kFloat32) {
@@ -148,7 +150,7 @@ static inline void store_row(void* dst, const float* src, int dtype, int n) {
                        _mm256_cvtps_ph(_mm256_loadu_ps(src + i), _MM_FROUND_TO_NEAREST_INT));
   }
 #endif
-  for (; i < n; i++) store_element(dst, i, dtype, src[i]);
+  for (; i < n; i++) static_cast<uint16_t*>(dst)[i] = float_to_half(src[i]);
 }
 
 #endif  // ATTN_CPU

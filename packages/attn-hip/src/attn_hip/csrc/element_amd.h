@@ -31,8 +31,12 @@ struct F16 {
   ATTN_MEMBER static uint32_t from_half_pair(uint32_t x) { return x; }
 #if defined(__gfx950__)
   template <bool Upper>
-  ATTN_MEMBER static uint32_t from_fp8(uint32_t word) {
+  ATTN_MEMBER static uint32_t from_e4m3(uint32_t word) {
     return bits_as<uint32_t>(__builtin_amdgcn_cvt_scalef32_pk_f16_fp8(word, 1.f, Upper));
+  }
+  template <bool Upper>
+  ATTN_MEMBER static uint32_t from_e5m2(uint32_t word) {
+    return bits_as<uint32_t>(__builtin_amdgcn_cvt_scalef32_pk_f16_bf8(word, 1.f, Upper));
   }
 #endif
 };
@@ -61,37 +65,69 @@ struct B16 {
   }
 #if defined(__gfx950__)
   template <bool Upper>
-  ATTN_MEMBER static uint32_t from_fp8(uint32_t word) {
+  ATTN_MEMBER static uint32_t from_e4m3(uint32_t word) {
     return bits_as<uint32_t>(__builtin_amdgcn_cvt_scalef32_pk_bf16_fp8(word, 1.f, Upper));
+  }
+  template <bool Upper>
+  ATTN_MEMBER static uint32_t from_e5m2(uint32_t word) {
+    return bits_as<uint32_t>(__builtin_amdgcn_cvt_scalef32_pk_bf16_bf8(word, 1.f, Upper));
   }
 #endif
 };
 
 // Two fp8 values of a word, from its lower or upper half, as a pair of E. Exact; NaN stays NaN. In the processor's own
-// encoding.
-template <class E, bool Upper>
+// encodings: those of fnuz on gfx942.
+template <class E, bool E5M2, bool Upper>
 ATTN_DEVICE uint32_t own_fp8_pair(uint32_t word) {
 #if defined(__gfx950__)
-  return E::template from_fp8<Upper>(word);
+  if constexpr (E5M2) return E::template from_e5m2<Upper>(word);
+  else return E::template from_e4m3<Upper>(word);
 #else
-  const Float2 x = bits_as<Float2>(__builtin_amdgcn_cvt_pk_f32_fp8(word, Upper));
+  Float2 x;
+  if constexpr (E5M2) x = bits_as<Float2>(__builtin_amdgcn_cvt_pk_f32_bf8(word, Upper));
+  else x = bits_as<Float2>(__builtin_amdgcn_cvt_pk_f32_fp8(word, Upper));
   return E::exact_pair(x.x, x.y);
 #endif
 }
+template <class E, bool E5M2>
+ATTN_DEVICE Line own_fp8_line(uint32_t low, uint32_t high) {
+  return {{own_fp8_pair<E, E5M2, false>(low), own_fp8_pair<E, E5M2, true>(low), own_fp8_pair<E, E5M2, false>(high),
+           own_fp8_pair<E, E5M2, true>(high)}};
+}
+
+// Bytes of a word, from its lower or upper half, as the upper bytes of two halves.
+template <bool Upper>
+ATTN_DEVICE uint32_t upper_bytes(uint32_t word) {
+  return __builtin_amdgcn_perm(0, word, Upper ? 0x030c020c : 0x010c000c);
+}
 #if defined(__gfx950__)
-// In the other encoding, e4m3fnuz, whose greatest value no code of e4m3fn is half of. The bits of a code, moved into a half,
-// are its value times 2^-7, subnormals included. `nans` has the upper bits of bytes that are NaN, which is 0x80.
-template <class E, bool Upper>
+// In the other encodings, by fp8_half(). Of e4m3fnuz no code of e4m3fn is half the greatest value. `nans` has the upper
+// bits of bytes that are NaN, which is 0x80.
+template <class E, bool E5M2, bool Upper>
 ATTN_DEVICE uint32_t foreign_fp8_pair(uint32_t word, uint32_t nans) {
   typedef __attribute__((ext_vector_type(2))) short Short2;
-  constexpr uint32_t bytes = Upper ? 0x030c020c : 0x010c000c;
-  const Short2 codes = bits_as<Short2>(__builtin_amdgcn_perm(0, word, bytes)) >> short(1);
-  const Short2 lost = bits_as<Short2>(__builtin_amdgcn_perm(0, nans, bytes)) >> short(6);
-  const uint32_t bits = (bits_as<uint32_t>(codes) & 0xbf80bf80) | bits_as<uint32_t>(lost);
-  return E::from_half_pair(bits_as<uint32_t>(bits_as<Half2>(bits) * Half2{128.f, 128.f}));
+  typedef __attribute__((ext_vector_type(2))) unsigned short UShort2;
+  const Short2 lost = bits_as<Short2>(upper_bytes<Upper>(nans)) >> short(6);
+  const uint32_t wide = upper_bytes<Upper>(word);
+  if constexpr (E5M2) {
+    const uint32_t half = (wide & 0x7f007f00) >> 1;
+    const UShort2 least = __builtin_elementwise_max(bits_as<UShort2>(half), UShort2{0x400, 0x400});
+    const uint32_t size = half + bits_as<uint32_t>(least) - 0x04000400;
+    return E::from_half_pair(size | (wide & 0x80008000) | bits_as<uint32_t>(lost));
+  } else {
+    const Short2 codes = bits_as<Short2>(wide) >> short(1);
+    const uint32_t bits = (bits_as<uint32_t>(codes) & 0xbf80bf80) | bits_as<uint32_t>(lost);
+    return E::from_half_pair(bits_as<uint32_t>(bits_as<Half2>(bits) * Half2{128.f, 128.f}));
+  }
 }
 ATTN_DEVICE uint32_t foreign_nans(uint32_t word) {
   return word & ~((word & 0x7f7f7f7f) + 0x7f7f7f7f) & 0x80808080;
+}
+template <class E, bool E5M2>
+ATTN_DEVICE Line foreign_fp8_line(uint32_t low, uint32_t high) {
+  const uint32_t lost[2] = {foreign_nans(low), foreign_nans(high)};
+  return {{foreign_fp8_pair<E, E5M2, false>(low, lost[0]), foreign_fp8_pair<E, E5M2, true>(low, lost[0]),
+           foreign_fp8_pair<E, E5M2, false>(high, lost[1]), foreign_fp8_pair<E, E5M2, true>(high, lost[1])}};
 }
 #else
 // Four codes of e4m3fn as those of e4m3fnuz, which stand for half the value (cache_unit in rows.h): the same but for -0,
@@ -101,26 +137,24 @@ ATTN_DEVICE uint32_t own_codes(uint32_t word) {
   const uint32_t nan = (size + 0x01010101) >> 7 & 0x01010101;  // 0x7f, and 0x80 after the addition
   return (size + nan) | (word & (size + 0x7f7f7f7f) & 0x80808080);
 }
+// e5m2 has infinities, which e5m2fnuz lacks; its codes are upper bytes of halves.
+template <class E>
+ATTN_DEVICE Line e5m2_line(uint32_t low, uint32_t high) {
+  return {{E::from_half_pair(upper_bytes<false>(low)), E::from_half_pair(upper_bytes<true>(low)),
+           E::from_half_pair(upper_bytes<false>(high)), E::from_half_pair(upper_bytes<true>(high))}};
+}
 #endif
 
-// Eight fp8 values (two words) as a line of E.
-template <class E>
-ATTN_DEVICE Line widen_line(uint32_t low, uint32_t high, bool fnuz) {
-#if !defined(__gfx950__)
-  if (!fnuz) {
-    asm volatile("" : "+v"(low), "+v"(high));  // never worked out in vain
-    low = own_codes(low), high = own_codes(high);
-  }
+// Eight values (two words) of an fp8 type as a line of E.
+template <class E, int T>
+ATTN_DEVICE Line widen_line(uint32_t low, uint32_t high) {
+#if defined(__gfx950__)
+  if constexpr (is_fnuz(T)) return foreign_fp8_line<E, is_e5m2(T)>(low, high);
 #else
-  if (fnuz) {
-    asm volatile("" : "+v"(low), "+v"(high));
-    const uint32_t lost[2] = {foreign_nans(low), foreign_nans(high)};
-    return {{foreign_fp8_pair<E, false>(low, lost[0]), foreign_fp8_pair<E, true>(low, lost[0]),
-             foreign_fp8_pair<E, false>(high, lost[1]), foreign_fp8_pair<E, true>(high, lost[1])}};
-  }
+  if constexpr (T == kFloat8E5M2) return e5m2_line<E>(low, high);
+  if constexpr (T == kFloat8E4M3FN) low = own_codes(low), high = own_codes(high);
 #endif
-  return {{own_fp8_pair<E, false>(low), own_fp8_pair<E, true>(low), own_fp8_pair<E, false>(high),
-           own_fp8_pair<E, true>(high)}};
+  return own_fp8_line<E, is_e5m2(T)>(low, high);
 }
 
 }  // namespace attn

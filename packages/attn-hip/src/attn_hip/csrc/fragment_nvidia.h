@@ -91,27 +91,31 @@ struct B16 {
   }
 };
 
-// Two fp8 values of a word, from its lower or upper half, as a pair of halves. Exact; NaN stays NaN.
-template <bool Upper>
-ATTN_DEVICE uint32_t fp8_half_pair(uint32_t word, bool fnuz) {
+// Two fp8 values of a word, from its lower or upper half, as a pair of halves. Exact; NaN stays NaN. See fp8_half().
+template <int T, bool Upper>
+ATTN_DEVICE uint32_t fp8_half_pair(uint32_t word) {
   uint32_t pair;
-  if (!fnuz) {
+  if constexpr (T == kFloat8E4M3FN) {
     asm("cvt.rn.f16x2.e4m3x2 %0,%1;" : "=r"(pair) : "h"(uint16_t(Upper ? word >> 16 : word)));
     return pair;
   }
   const uint32_t wide = __byte_perm(word, 0, Upper ? 0x3424 : 0x1404);
-  const uint32_t code = ((wide & 0x7f007f00) >> 1) | (wide & 0x80008000);  // the value times 2^-7
-  asm("{.reg .b32 s; mov.b32 s,0x58005800; mul.rn.f16x2 %0,%1,s;}" : "=r"(pair) : "r"(code));
+  if constexpr (T == kFloat8E5M2) return wide;
+  const uint32_t half = (wide & 0x7f007f00) >> 1, sign = wide & 0x80008000;
+  if constexpr (T == kFloat8E5M2FNUZ)
+    pair = (half + __vmaxu2(half, 0x04000400) - 0x04000400) | sign;
+  else
+    asm("{.reg .b32 s; mov.b32 s,0x58005800; mul.rn.f16x2 %0,%1,s;}" : "=r"(pair) : "r"(half | sign));
   if ((wide & 0xffff) == 0x8000) pair = (pair & 0xffff0000) | 0x7e00;
   if ((wide >> 16) == 0x8000) pair = (pair & 0xffff) | 0x7e000000;
   return pair;
 }
 
-// Eight fp8 values (two words) as a line of E.
-template <class E>
-ATTN_DEVICE Line widen_line(uint32_t low, uint32_t high, bool fnuz) {
-  return {{E::from_half_pair(fp8_half_pair<false>(low, fnuz)), E::from_half_pair(fp8_half_pair<true>(low, fnuz)),
-           E::from_half_pair(fp8_half_pair<false>(high, fnuz)), E::from_half_pair(fp8_half_pair<true>(high, fnuz))}};
+// Eight values (two words) of an fp8 type as a line of E.
+template <class E, int T>
+ATTN_DEVICE Line widen_line(uint32_t low, uint32_t high) {
+  return {{E::from_half_pair(fp8_half_pair<T, false>(low)), E::from_half_pair(fp8_half_pair<T, true>(low)),
+           E::from_half_pair(fp8_half_pair<T, false>(high)), E::from_half_pair(fp8_half_pair<T, true>(high))}};
 }
 
 struct FragC { float x[8]; };

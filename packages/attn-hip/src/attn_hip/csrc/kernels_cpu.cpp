@@ -39,8 +39,10 @@ void attend_dims(const AttendParams& p, const WorkItem& item, void* scratch) {
     case kFloat32: return run<DimTile<R, float, false>>(p, item, scratch);
     case kFloat16: return run<DimTile<R, Half, false>>(p, item, scratch);
     case kBFloat16: return run<DimTile<R, BFloat, false>>(p, item, scratch);
-    case kFloat8E4M3FN: return run<DimTile<R, Fp8<false>, false>>(p, item, scratch);
-    default: return run<DimTile<R, Fp8<true>, false>>(p, item, scratch);
+    case kFloat8E4M3FN: return run<DimTile<R, Fp8<kFloat8E4M3FN>, false>>(p, item, scratch);
+    case kFloat8E4M3FNUZ: return run<DimTile<R, Fp8<kFloat8E4M3FNUZ>, false>>(p, item, scratch);
+    case kFloat8E5M2: return run<DimTile<R, Fp8<kFloat8E5M2>, false>>(p, item, scratch);
+    default: return run<DimTile<R, Fp8<kFloat8E5M2FNUZ>, false>>(p, item, scratch);
   }
 }
 
@@ -140,17 +142,10 @@ void merge_item(const AttendParams& p, const MergeItem& item) {
 }
 
 void append_rows(const AppendParams& p, int64_t begin, int64_t end) {
-  const int from = element_size(p.key_dtype), to = element_size(p.kv_dtype);
+  const int size = element_size(p.dtype);
   const auto copy = [&](void* cache, int64_t cache_at, const void* rows, int64_t row_at, int n) {
-    char* target = static_cast<char*>(cache) + cache_at * to;
-    const char* source = static_cast<const char*>(rows) + row_at * from;
-    if (p.key_dtype == p.kv_dtype) {
-      std::memcpy(target, source, size_t(n) * size_t(to));
-      return;
-    }
-    alignas(64) float row[kMostDims];
-    load_row(row, source, p.key_dtype, n);
-    store_row(target, row, p.kv_dtype, n);
+    std::memcpy(static_cast<char*>(cache) + cache_at * size, static_cast<const char*>(rows) + row_at * size,
+                size_t(n) * size_t(size));
   };
   for (int64_t i = begin; i < end; i++) {
     const Slot slot = slot_of(p, i);

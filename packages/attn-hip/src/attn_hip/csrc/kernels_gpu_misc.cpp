@@ -21,37 +21,31 @@ constexpr int kWaves = kThreads / kWave;
 
 #if ATTN_KERNEL == 2
 
-ATTN_DEVICE void copy_head(void* cache, int64_t to, int to_dtype, const void* rows, int64_t from, int from_dtype,
-                           int n, int first, int step) {
-  const int to_size = element_size(to_dtype), from_size = element_size(from_dtype);
-  char* target = static_cast<char*>(cache) + to * to_size;
-  const char* source = static_cast<const char*>(rows) + from * from_size;
+ATTN_DEVICE void copy_head(void* cache, int64_t to, const void* rows, int64_t from, int size, int n) {
+  char* target = static_cast<char*>(cache) + to * size;
+  const char* source = static_cast<const char*>(rows) + from * size;
   const uint64_t places = reinterpret_cast<uint64_t>(target) | reinterpret_cast<uint64_t>(source);
-  if (to_dtype == from_dtype && (places | uint64_t(n * to_size)) % 16 == 0) {
-    for (int i = first; i < n * to_size / 16; i += step) store_line(target + 16 * i, load_line(source + 16 * i));
+  if ((places | uint64_t(n * size)) % 16 == 0) {
+    for (int i = lane_index(); i < n * size / 16; i += kWave) store_line(target + 16 * i, load_line(source + 16 * i));
     return;
   }
-  for (int i = first; i < n; i += step) {
-    if (to_dtype != from_dtype) {
-      store_element(target, i, to_dtype, load_element(source, i, from_dtype));
-    } else {
-      for (int b = 0; b < to_size; b++) global(target)[i * to_size + b] = global(source)[i * to_size + b];
-    }
-  }
+  for (int i = lane_index(); i < n; i += kWave)
+    for (int b = 0; b < size; b++) global(target)[i * size + b] = global(source)[i * size + b];
 }
 
 // A wave takes a head of the key or of the value at a time.
 ATTN_DEVICE void append_row(const AppendParams& p, int64_t row) {
   const Slot slot = slot_of(p, row);
   if (!slot.exists) return;
+  const int size = element_size(p.dtype);
   for (int i = wave_index(); i < 2 * p.num_kv_heads; i += kWaves) {
     const int h = i >> 1;
     if (i & 1)
-      copy_head(p.v, slot.v + h * p.v_stride_head, p.kv_dtype, p.value,
-                row * p.value_stride_row + h * p.value_stride_head, p.key_dtype, p.head_dim_vo, lane_index(), kWave);
+      copy_head(p.v, slot.v + h * p.v_stride_head, p.value, row * p.value_stride_row + h * p.value_stride_head, size,
+                p.head_dim_vo);
     else
-      copy_head(p.k, slot.k + h * p.k_stride_head, p.kv_dtype, p.key,
-                row * p.key_stride_row + h * p.key_stride_head, p.key_dtype, p.head_dim_qk, lane_index(), kWave);
+      copy_head(p.k, slot.k + h * p.k_stride_head, p.key, row * p.key_stride_row + h * p.key_stride_head, size,
+                p.head_dim_qk);
   }
 }
 

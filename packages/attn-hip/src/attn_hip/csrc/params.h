@@ -35,6 +35,8 @@ enum DType : int32_t {
   kFloat8E4M3FN = 3,
   kFloat8E4M3FNUZ = 4,
   kFloat64 = 5,  // probabilities only
+  kFloat8E5M2 = 6,
+  kFloat8E5M2FNUZ = 7,
 };
 enum Mask : int32_t { kMaskNone = 0, kMaskCausal = 1, kMaskCustom = 2 };
 enum Position : int32_t { kPositionNone = 0, kPositionRope = 1, kPositionAlibi = 2 };
@@ -137,11 +139,11 @@ struct MergeLaunch {
 
 // Writes row n of key and value to position positions[n] of request batch_indices[n]. A row is skipped when its
 // request is outside [0, batch), its position is negative or behind the request's last page, or its page id is
-// outside [0, num_pages). Values are rounded to nearest even; what does not fit fp8 becomes its NaN.
+// outside [0, num_pages). Bits are copied.
 struct AppendParams {
-  const void* key;    // [nnz, num_kv_heads, head_dim_qk] in key_dtype
-  const void* value;  // [nnz, num_kv_heads, head_dim_vo] in key_dtype
-  void* k;            // cache pages in kv_dtype
+  const void* key;    // [nnz, num_kv_heads, head_dim_qk] in dtype
+  const void* value;  // [nnz, num_kv_heads, head_dim_vo] in dtype
+  void* k;            // cache pages in dtype
   void* v;
   const int32_t* batch_indices;  // [nnz]
   const int32_t* positions;      // [nnz] tokens
@@ -155,7 +157,7 @@ struct AppendParams {
   int64_t nnz, num_pages;
 
   int32_t batch, num_indices;  // num_indices: entries of kv_indices
-  int32_t key_dtype, kv_dtype;
+  int32_t dtype;
   int32_t num_kv_heads, head_dim_qk, head_dim_vo, page_size;
 };
 

@@ -44,6 +44,13 @@
 #endif
 #endif
 
+// Behind the parameters of a lambda.
+#if ATTN_NVIDIA
+#define ATTN_INLINE
+#else
+#define ATTN_INLINE __attribute__((always_inline))
+#endif
+
 #define ATTN_ROLL _Pragma("unroll 1")
 #define ATTN_PRAGMA(text) _Pragma(#text)
 #define ATTN_UNROLL_BY(n) ATTN_PRAGMA(unroll n)

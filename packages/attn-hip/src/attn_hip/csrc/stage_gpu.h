@@ -22,6 +22,11 @@ struct GroupProducts;
 
 namespace attn {
 
+template <int T>
+struct TypeOf {
+  static constexpr int kDType = T;
+};
+
 // x / d by a product. Exact for 0 <= x < 2^31.
 struct Divider {
   uint32_t divisor, inverse;
@@ -141,7 +146,24 @@ class Stager : KeptWave {
     constexpr int n = kElems / 8;
     return (k / n * (kWave / 16) + lane_index() / 16) * n + k % n;
   }
-  ATTN_MEMBER Line key_line(int k) const { return widened(key_[k / (kElems / 8)], k % (kElems / 8)); }
+  template <int T>
+  ATTN_MEMBER Line key_line(int k) const { return widened<T>(key_[k / (kElems / 8)], k % (kElems / 8)); }
+  // Calls `use` with the cache's type as a constant: a question for all that is done, and not for each line, so that no
+  // results have to meet in the same registers.
+  template <class Use>
+  ATTN_MEMBER void typed(Use use) const {
+    if constexpr (!General && !Fp8) {
+      use(TypeOf<E::kDType>());
+      return;
+    }
+    if (General && size_ == 2) return branch<E::kDType>(use);
+    switch (params().kv_dtype) {
+      case kFloat8E4M3FN: return branch<kFloat8E4M3FN>(use);
+      case kFloat8E4M3FNUZ: return branch<kFloat8E4M3FNUZ>(use);
+      case kFloat8E5M2: return branch<kFloat8E5M2>(use);
+      default: return branch<kFloat8E5M2FNUZ>(use);
+    }
+  }
   // Which keys a wave works on, and among the waves of those keys which rows.
   ATTN_MEMBER static int key_group() { return key_group(wave_index()); }
   ATTN_MEMBER static int row_group() { return row_group(wave_index()); }
@@ -287,9 +309,15 @@ class Stager : KeptWave {
       if (!exists(row() + i - kKeys)) value_[i] = {{0, 0, 0, 0}};
   }
 
-  ATTN_MEMBER Line widened(const Line& x, int half) const {
-    if (General ? size_ == 2 : !Fp8) return x;
-    return widen_line<E>(x.x[half * 2], x.x[half * 2 + 1], params().kv_dtype == kFloat8E4M3FNUZ);
+  template <int T, class Use>
+  ATTN_MEMBER static void branch(Use use) {
+    use(TypeOf<T>());
+    asm volatile("" : : "n"(T));  // branches end unlike, so that none of their ends are joined
+  }
+  template <int T>
+  ATTN_MEMBER static Line widened(const Line& x, int half) {
+    if constexpr (T == E::kDType) return x;
+    else return widen_line<E, T>(x.x[half * 2], x.x[half * 2 + 1]);
   }
 
   ATTN_MEMBER void put() {
@@ -298,23 +326,27 @@ class Stager : KeptWave {
   }
   ATTN_MEMBER void put_keys() {
     if constexpr (kDirect) return;
-    ATTN_UNROLL
-    for (int h = 0; h < kElems / 8; h++) {
-      Line rows[kRows];
+    else typed([&](auto type) ATTN_INLINE {
       ATTN_UNROLL
-      for (int i = 0; i < kRows; i++) rows[i] = widened(key_[i], h);
-      Frags::put_keys(keys(), panel_row(), line() * (kElems / 8) + h, rows);
-    }
+      for (int h = 0; h < kElems / 8; h++) {
+        Line rows[kRows];
+        ATTN_UNROLL
+        for (int i = 0; i < kRows; i++) rows[i] = widened<type.kDType>(key_[i], h);
+        Frags::put_keys(keys(), panel_row(), line() * (kElems / 8) + h, rows);
+      }
+    });
   }
   ATTN_MEMBER void put_values() {
     clear_values();
-    ATTN_UNROLL
-    for (int h = 0; h < kElems / 8; h++) {
-      Line rows[kRows];
+    typed([&](auto type) ATTN_INLINE {
       ATTN_UNROLL
-      for (int i = 0; i < kRows; i++) rows[i] = widened(value_[i], h);
-      Frags::put_values(values(), panel_row(), line() * (kElems / 8) + h, rows);
-    }
+      for (int h = 0; h < kElems / 8; h++) {
+        Line rows[kRows];
+        ATTN_UNROLL
+        for (int i = 0; i < kRows; i++) rows[i] = widened<type.kDType>(value_[i], h);
+        Frags::put_values(values(), panel_row(), line() * (kElems / 8) + h, rows);
+      }
+    });
   }
 
   const AttendParams& p_;

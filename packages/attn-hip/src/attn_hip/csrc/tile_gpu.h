@@ -16,9 +16,7 @@
 
 namespace attn {
 template <class T>
-struct OneRow : T {
-  static constexpr int kRows = 1;
-};
+struct OneRow : T { static constexpr int kRows = 1; };
 
 template <class E, int D, int Blocks, int Waves, int KeyGroups, bool General, bool Fp8>
 class GpuTile {
@@ -50,9 +48,7 @@ class GpuTile {
   static constexpr bool kPlain = !General, kFolds = true, kPatient = kSoftensPatiently;
   // Whether every unit takes part in every step, see it keys or not.
   static constexpr bool kNeverIdle = kTogether;
-  using Row = float;
-  using RowInt = int;
-  using Elem = float;
+  using Row = float; using RowInt = int; using Elem = float;
 
   struct Scores {
     FragC x[kUnitBlocks][kScoreCols];
@@ -142,6 +138,12 @@ class GpuTile {
       return unit.next[0];
     }
     Scores s = {};
+    if constexpr (Stage::kDirect) stage_.typed([&](auto type) ATTN_INLINE { add_scores<type.kDType>(unit, s); });
+    else add_scores<E::kDType>(unit, s);
+    return s;
+  }
+  template <int T>
+  ATTN_MEMBER void add_scores(const Unit& unit, Scores& s) const {
     const Shared keys = stage_.keys();
     ATTN_UNROLL
     for (int k = 0; k < kQueryFrags; k++) {
@@ -154,13 +156,12 @@ class GpuTile {
       ATTN_UNROLL
       for (int n = 0; n < kScoreCols; n++) {
         typename Frags::Key key;
-        if constexpr (Stage::kDirect) key = bits_as<typename Frags::Key>(stage_.key_line(k));
+        if constexpr (Stage::kDirect) key = bits_as<typename Frags::Key>(stage_.template key_line<T>(k));
         else key = Frags::read_keys(keys, n, k);
         ATTN_UNROLL
         for (int b = 0; b < kUnitBlocks; b++) Frags::multiply(s.x[b][n], q[b], key);
       }
     }
-    return s;
   }
 
   ATTN_MEMBER void accumulate(Unit& unit, const float (&fade)[kRows], const Scores& s) const {

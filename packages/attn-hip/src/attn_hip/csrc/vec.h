@@ -188,33 +188,36 @@ ATTN_DEVICE void sum_each(const vf<W> (&x)[8], float* out) {
 // W values of a row, widened. T is float or one of these: how the bytes of a smaller cache are read.
 struct Half { uint16_t bits; };
 struct BFloat { uint16_t bits; };
-template <bool Fnuz>
+template <int DType>
 struct Fp8 { uint8_t bits; };
 
 #if defined(__AVX512F__)
-template <bool Fnuz>
+template <int T>
 ATTN_DEVICE __m512 widen_fp8_16(const uint8_t* p) {  // as widen_fp8
   const __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  if constexpr (T == kFloat8E5M2) return _mm512_cvtph_ps(_mm256_slli_epi16(x, 8));
   const __m256i low = _mm256_and_si256(x, _mm256_set1_epi16(0x7f));
-  const __m256i value = _mm256_or_si256(_mm256_slli_epi16(low, 7), _mm256_slli_epi16(_mm256_xor_si256(x, low), 8));
-  const __mmask16 is_nan = Fnuz ? _mm256_cmpeq_epi16_mask(x, _mm256_set1_epi16(0x80))
-                                : _mm256_cmpeq_epi16_mask(low, _mm256_set1_epi16(0x7f));
+  __m256i half = _mm256_slli_epi16(low, 7);
+  if constexpr (is_e5m2(T)) half = _mm256_add_epi16(half, _mm256_subs_epu16(half, _mm256_set1_epi16(0x400)));
+  const __m256i value = _mm256_or_si256(half, _mm256_slli_epi16(_mm256_xor_si256(x, low), 8));
+  const __mmask16 is_nan =
+      _mm256_cmpeq_epi16_mask(is_fnuz(T) ? x : low, _mm256_set1_epi16(is_fnuz(T) ? 0x80 : 0x7f));
   const __m256i code = _mm256_mask_mov_epi16(value, is_nan, _mm256_set1_epi16(0x7e00));
-  return _mm512_mul_ps(_mm512_cvtph_ps(code), _mm512_set1_ps(Fnuz ? 0x1p7f : 0x1p8f));
+  return _mm512_mul_ps(_mm512_cvtph_ps(code), _mm512_set1_ps(fp8_unit(T)));
 }
 #endif
 
-template <int W, bool Fnuz>
-ATTN_DEVICE vf<W> widen(const Fp8<Fnuz>* p) {
+template <int W, int T>
+ATTN_DEVICE vf<W> widen(const Fp8<T>* p) {
   const auto* bits = reinterpret_cast<const uint8_t*>(p);
 #if defined(__AVX512F__)
-  if constexpr (W == 16) return vf<W>(widen_fp8_16<Fnuz>(bits));
+  if constexpr (W == 16) return vf<W>(widen_fp8_16<T>(bits));
 #endif
 #if defined(__AVX2__)
-  if constexpr (W == 8) return vf<W>(widen_fp8<Fnuz>(bits));
+  if constexpr (W == 8) return vf<W>(widen_fp8<T>(bits));
 #endif
   vf<W> x;
-  for (int i = 0; i < W; i++) x[i] = fp8_to_float<Fnuz>(bits[i]);
+  for (int i = 0; i < W; i++) x[i] = fp8_to_float<T>(bits[i]);
   return x;
 }
 
