@@ -36,6 +36,7 @@ from .support import (
 )
 
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
+E5M2, E5M2FNUZ = torch.float8_e5m2, torch.float8_e5m2fnuz
 
 
 def quantised(way: str) -> Case:
@@ -75,7 +76,7 @@ def test_b44_scales_of_another_shape_are_refused(backend, way):
 
 
 @pytest.mark.parametrize("way", [D, D_TC, P])
-@pytest.mark.parametrize(("dtype", "value"), [(FN, 2.0), (FNUZ, 1.0)])
+@pytest.mark.parametrize(("dtype", "value"), [(FN, 2.0), (FNUZ, 1.0), (E5M2, 2.0), (E5M2FNUZ, 1.0)])
 def test_b46_fp8_bytes_are_read_as_their_own_type(backend, way, dtype, value):
     """FNUZ bytes read as FN: a factor of 2 and NaN. https://github.com/vllm-project/vllm/issues/45562"""
     case = base_r0()

@@ -52,3 +52,13 @@ def test_keys_are_exact(dtype: torch.dtype, rows: int, dim: int) -> None:
     finite = wanted.isfinite()
     torch.testing.assert_close(found[finite], wanted[finite], rtol=1e-6, atol=1e-6)
     assert not found[~finite].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_auto_takes_these_kernels(dtype: torch.dtype) -> None:
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(8 << 20, dtype=torch.uint8))
+    wrapper.plan(
+        torch.tensor([0, 3]), torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([5]), 4, 2, 64, 16,
+        causal=True, q_data_type=torch.bfloat16, kv_data_type=dtype,
+    )  # fmt: skip
+    assert wrapper.route.candidate == "fa2/cpu"
