@@ -357,3 +357,22 @@ def test_graph_replay_follows_states_and_mask():
         merge_state_in_place(*in_place, v[:, 1], s[:, 1], mask)
         assert same_bits(v_a, in_place[0])
         assert same_bits(s_a, in_place[1])
+
+
+@pytest.mark.parametrize("which", [merge_state, merge_states, merge_state_in_place])
+def test_results_require_no_gradient_whatever_the_states_do(which):
+    v, s = states(2)
+    want = merge_states(v, s)
+    v.requires_grad_(), s.requires_grad_()
+    if which is merge_states:
+        got = merge_states(v, s)
+    elif which is merge_state:
+        got = merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1])
+    else:
+        got = [t[:, 0].detach().clone().requires_grad_() for t in (v, s)]
+        merge_state_in_place(*got, v[:, 1], s[:, 1])
+        assert all(t.grad_fn is None for t in got)
+        got = [t.detach() for t in got]
+    for a, b in zip(got, want, strict=True):
+        assert not a.requires_grad
+        torch.testing.assert_close(a, b)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from random import Random
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attn_core
+from attn_core import checking
 
 HEADS, DIM, PAGE, PAGES = 2, 16, 4, 3
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -279,3 +281,48 @@ def test_ragged_keys_of_another_length_are_named_as_they_were_given(
     wanted = rf"k: needs shape \[{sizes}\] \({layout}\), got {re.escape(str(shape))} \[core.kv-shape\]"
     with pytest.raises(ValueError, match=wanted):
         wrapper.run(random(1, 3, DIM), random(*shape), random(*shape))
+
+
+def fused_parts(form: str) -> tuple[torch.Tensor, ...]:
+    """q, k, v and out as parts of one allocation, whose elements lie apart."""
+    if form == "heads":  # [rows, q | k | v | out heads, dim]
+        whole = torch.randn(9, 4 + 2 + 2 + 4, 8, generator=torch.Generator().manual_seed(0))
+        return whole.split([4, 2, 2, 4], 1)
+    if form == "rows":  # every fourth row
+        whole = torch.randn(9, 4, 4, 8, generator=torch.Generator().manual_seed(0))
+        return whole[:, 0], whole[:, 1, :2], whole[:, 2, 1:3], whole[:, 3]
+    # [rows, heads, q | k | v | out, dim]
+    whole = torch.randn(9, 4, 4, 8, generator=torch.Generator().manual_seed(0))
+    return whole[:, :, 0], whole[:, ::2, 1], whole[:, ::2, 2], whole[:, :, 3]
+
+
+@pytest.mark.parametrize("form", ["heads", "rows", "inner"])
+def test_an_out_between_the_heads_of_one_tensor_is_written(form: str) -> None:
+    q, k, v, out = fused_parts(form)
+    want = attn_core.single_prefill_with_kv_cache(q.clone(), k.clone(), v.clone(), backend="reference")
+    kept = [t.clone() for t in (q, k, v)]
+    wrapper = attn_core.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(64, dtype=torch.uint8))
+    ends = torch.tensor([0, 9], dtype=torch.int32)
+    wrapper.plan(ends, ends, 4, 2, 8, q_data_type=torch.float32)
+    assert wrapper.run(q, k, v, out=out) is out
+    torch.testing.assert_close(out, want)
+    assert all(torch.equal(a, b) for a, b in zip((q, k, v), kept, strict=True))
+
+
+def test_interleaved_tensors_are_judged_as_their_elements_are() -> None:
+    """No pair of strided views that share an element passes; most that share none do."""
+    made, passed, apart = Random(0), 0, 0
+    for _ in range(3000):
+        block = torch.zeros(512)
+        views = []
+        for _ in range(2):
+            shape = [made.choice((1, 2, 3)) for _ in range(3)]
+            strides = [made.choice((24, 48, 64)), made.choice((4, 8, 12)), made.choice((1, 2))]
+            views.append(block.as_strided(shape, strides, made.randrange(100)))
+        a, b = views
+        a.fill_(1)
+        shares = bool(b.any())
+        said = checking._interleaved(a, b)
+        assert not (said and shares), (a.shape, a.stride(), b.shape, b.stride())
+        passed, apart = passed + said, apart + (not shares)
+    assert passed > apart / 4

@@ -108,7 +108,8 @@ def apart_from(
     """Return a tensor that is to be written, if it lies outside of tensors that are read meanwhile.
 
     Raises:
-        ValueError: It lies between the first and the last element of one of them.
+        ValueError: It lies between the first and the last element of one of them, unless strides they share
+            show that no element is common, as of heads of one fused tensor.
     """
     if torch.compiler.is_compiling() or not tensor.numel():
         return tensor
@@ -116,9 +117,31 @@ def apart_from(
         if not torch._C._is_alias_of(tensor, other):  # type: ignore[attr-defined]
             continue
         (begin, end), (first, last) = _extent(tensor), _extent(other)
-        if begin < last and first < end:
+        if begin < last and first < end and not _interleaved(tensor, other):
             raise ValueError(needs(name, f"memory apart from {other_name}", "memory inside it", code))
     return tensor
+
+
+def _interleaved(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors keep to different places within a period: a stride of either.
+
+    What is not a multiple of the period moves an element within it; if neither tensor leaves its part of
+    the period and the parts lie apart, so do the tensors, whatever multiples there are.
+    """
+    starts = b.data_ptr() - a.data_ptr()
+    for period in {abs(stride) * t.itemsize for t in (a, b) for stride in t.stride()} - {0}:
+        taken, also_taken = _within(a, period), _within(b, period)
+        offset = starts % period
+        if taken <= offset and offset + also_taken <= period:
+            return True
+    return False
+
+
+def _within(t: torch.Tensor, period: int) -> int:
+    """Return the bytes that a tensor takes of each period."""
+    moves = ((n - 1) * s * t.itemsize for n, s in zip(t.shape, t.stride(), strict=True))
+    inside = sum(move for move, s in zip(moves, t.stride(), strict=True) if s * t.itemsize % period)
+    return inside + t.itemsize
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:

@@ -7,6 +7,7 @@ is its identity::
     m = max_k s_k      w_k = 2 ** (s_k - m)      v = sum_k w_k v_k / sum_k w_k      s = m + log2(sum_k w_k)
 
 All functions here work on any device, read nothing back to the host and may be called during graph capture.
+There is no backward: as of attention itself, results require no gradient, whatever the arguments do.
 
 Three values of ``s`` are special, everywhere alike:
 
@@ -56,7 +57,7 @@ def merge_state(
         return tracing.call("merge_state", v_a, s_a, v_b, s_b)  # type: ignore[no-any-return]
     _check_state("v_a", v_a, "s_a", s_a, ndim=3)
     _check_other("v_b", v_b, "s_b", s_b, like=v_a)
-    v, s = _merge_two(v_a, s_a, v_b, s_b)
+    v, s = _merge_two(*_leaves(v_a, s_a, v_b, s_b))
     return v.contiguous(), s.contiguous()
 
 
@@ -94,13 +95,14 @@ def merge_state_in_place(
         apart(name, tensor, "core.merge-overlap")
     if mask is not None:
         _check_mask(mask, v)
+    v, s, v_other, s_other = _leaves(v, s, v_other, s_other)
     new_v, new_s = _merge_two(v, s, v_other, s_other)
     if mask is not None:
         mask = mask.bool()
         new_v = torch.where(mask[:, None, None], new_v, v)
         new_s = torch.where(mask[:, None], new_s, s)
-    v.detach().copy_(new_v)
-    s.detach().copy_(new_s)
+    v.copy_(new_v)
+    s.copy_(new_s)
 
 
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,6 +125,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     if is_dynamo_compiling():
         return tracing.call("merge_states", v, s)  # type: ignore[no-any-return]
     _check_state("v", v, "s", s, ndim=4)
+    v, s = _leaves(v, s)
     if v.shape[1] == 0:
         rows, _, heads, head_dim = v.shape
         return v.new_zeros(rows, heads, head_dim), s.new_full((rows, heads), -_INF)
@@ -137,6 +140,11 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     picked = v.gather(1, first[..., None].expand(-1, -1, -1, v.shape[3])).squeeze(1)
     merged_s = _finite_shift(top).squeeze(1) + torch.log2(total)
     return torch.where(alone[..., None], picked, out).contiguous(), merged_s.contiguous()
+
+
+def _leaves(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors without a gradient to keep, to be written or computed with."""
+    return tuple(t.detach() if t.requires_grad or t.is_inference() else t for t in tensors)
 
 
 def _merge_two(
