@@ -69,7 +69,18 @@ def _name(dtype: torch.dtype) -> str:
 
 
 _ATTENDS = frozenset(Op) - {Op.APPEND}
-RULES = (Rule(codes.MIXED_TYPES, _ATTENDS, frozenset({TILE}), _mixed),)
+MOST_SOFT_CAP = 1000
+
+
+def _large_cap(query: Query) -> Verdict:
+    cap = query.problem.logits_soft_cap
+    return (MOST_SOFT_CAP, cap) if cap > MOST_SOFT_CAP else None
+
+
+RULES = (
+    Rule(codes.MIXED_TYPES, _ATTENDS, frozenset({TILE}), _mixed),
+    Rule(codes.SOFT_CAP, _ATTENDS, frozenset({TILE}), _large_cap),
+)
 
 
 class Fa2Backend:

@@ -66,6 +66,14 @@ CACHE_STRIDE = Code(
     "appends to a cache with stride {limit} over head_dim",
     meaning="The elements of a head of the cache are not next to each other.",
 )
+SOFT_CAP = Code(
+    "fa2.soft-cap",
+    Stage.CAPABILITY,
+    "on a GPU takes logits_soft_cap up to {limit}",
+    meaning="The GPU kernels' tanh is off by up to 1e-7 near 0, which the cap multiplies: logits far below a "
+    "large cap would lose their digits.",
+)
 CODES = (
     DRIVER, DEVICE_COMPILER, COMPILER, CACHE, BUILD, DEVICE_BUILD, LOAD, CAPTURE, MIXED_TYPES, CACHE_STRIDE,
+    SOFT_CAP,
 )  # fmt: skip

@@ -142,7 +142,7 @@ def _problem(path: Path, op: Op, row: dict[str, object], rng: Random) -> Attenti
         mask=modes.get(str(row["mask"]), MaskMode.NONE),
         pos_encoding=PosEncoding.ROPE_LLAMA if isinstance(pos, tuple) else PosEncoding(str(pos)),
         window_left=rng.choice((-1, -1, 0, 1, rng.randint(2, 200))) if cap.window else -1,
-        logits_soft_cap=rng.choice((0.0, 0.0, 1.0, 30.0, rng.uniform(0.5, 60))) if cap.soft_cap else 0.0,
+        logits_soft_cap=rng.choice((0.0, 0.0, 1.0, 30.0, 1e6, rng.uniform(0.5, 60))) if cap.soft_cap else 0.0,
         sm_scale=scale if row["sm_scale"] == "default" else rng.uniform(0.2, 1.5) * scale,
         rope_scale=rope[0], rope_theta=rope[1], needs_lse=row["lse"] == "lse",
         use_tensor_cores=bool(row["tensor_cores"]),
