@@ -256,6 +256,31 @@ def test_buffers_are_checked_at_construction():
         )
 
 
+def test_buffers_that_share_memory_are_refused():
+    """A plan would write one array over another, and runs read what is left: wrong numbers."""
+    block = torch.zeros(64, dtype=torch.int32)
+
+    def decode(indptr, indices, last):
+        return BatchDecodeWithPagedKVCacheWrapper(workspace(), "NHD", True, False, indptr, indices, last)
+
+    def ragged(qo, kv, mask):
+        return BatchPrefillWithRaggedKVCacheWrapper(workspace(), "NHD", True, qo, kv, mask, ints(0, 0, 0))
+
+    bytes_of = block.view(torch.uint8)
+    decode(block[:3], block[3:8], block[8:10])  # neighbours
+    ragged(block[:3], block[3:6], bytes_of[24:])
+    for make, args, told in (
+        (decode, (block[:3], block[:5], block[20:22]), "kv_indptr|kv_indices"),
+        (decode, (block[:3], block[2:7], block[20:22]), "kv_indices"),
+        (decode, (block[:3], block[8:13], block[9:11]), "kv_last_page_len"),
+        (decode, (block[:3], block[8:13], block[1:3]), "kv_last_page_len"),
+        (ragged, (block[:3], block[:3], bytes_of[24:]), "kv_indptr|qo_indptr"),
+        (ragged, (block[:3], block[3:6], bytes_of[23:]), "custom_mask"),
+    ):
+        with pytest.raises(ValueError, match=rf"({told}): needs graph buffers that share no memory, got "):
+            make(*args)
+
+
 def test_forward_cannot_change_a_captured_plan():
     p, wrapper, q = pages([9, 3, 12]), decode_graph(3, 12), queries(3, 4, 8)
     wrapper.plan(*p.table, *SIZES, q_data_type="float32")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from .checking import dense, flag, whole
@@ -23,7 +25,8 @@ def decode_buffers(
 
     Raises:
         TypeError: ``max_seq_len`` is not an int.
-        ValueError: A buffer is missing or unfit, or ``max_seq_len`` comes without graph mode.
+        ValueError: A buffer is missing or unfit, two share memory, or ``max_seq_len`` comes without
+            graph mode.
     """
     if max_seq_len is not None and (
         whole("max_seq_len", max_seq_len, "core.max-seq-len") < 1
@@ -42,6 +45,7 @@ def decode_buffers(
         "kv_indices": _buffer("paged_kv_indices_buffer", indices, device),
         "kv_last_page_len": last,
     }
+    _own_memory(bound)
     return GraphBuffers(batch, bound["kv_indices"].numel(), bound, max_seq_len)
 
 
@@ -58,7 +62,7 @@ def paged_buffers(
     """Return the buffers of a paged prefill wrapper in graph mode, or None for an eager one.
 
     Raises:
-        ValueError: A buffer is missing or unfit.
+        ValueError: A buffer is missing or unfit, or two share memory.
     """
     if not flag("use_cuda_graph", use_cuda_graph):
         return None
@@ -68,6 +72,7 @@ def paged_buffers(
         "kv_last_page_len": _buffer("paged_kv_last_page_len_buf", last_page_len, device, batch),
         **_masks(custom_mask, mask_indptr, device, batch),
     }
+    _own_memory(bound)
     return GraphBuffers(batch, bound["kv_indices"].numel(), bound)
 
 
@@ -82,7 +87,7 @@ def latent_buffers(
     """Return the buffers of a latent-attention wrapper in graph mode, or None for an eager one.
 
     Raises:
-        ValueError: A buffer is missing or unfit.
+        ValueError: A buffer is missing or unfit, or two share memory.
     """
     if not flag("use_cuda_graph", use_cuda_graph):
         return None
@@ -91,6 +96,7 @@ def latent_buffers(
         "kv_indices": _buffer("kv_indices", indices, device),
         "kv_len": _buffer("kv_len_arr", kv_len, device, batch),
     }
+    _own_memory(bound)
     return GraphBuffers(batch, bound["kv_indices"].numel(), bound)
 
 
@@ -105,12 +111,13 @@ def ragged_buffers(
     """Return the buffers of a ragged prefill wrapper in graph mode, or None for an eager one.
 
     Raises:
-        ValueError: A buffer is missing or unfit.
+        ValueError: A buffer is missing or unfit, or two share memory.
     """
     if not flag("use_cuda_graph", use_cuda_graph):
         return None
     batch, bound = _rows("qo_indptr_buf", qo_indptr, "kv_indptr_buf", kv_indptr, device)
     bound |= _masks(custom_mask, mask_indptr, device, batch)
+    _own_memory(bound)
     return GraphBuffers(batch, None, bound)
 
 
@@ -141,6 +148,19 @@ def _masks(
         "custom_mask": _buffer("custom_mask_buf", custom_mask, device, dtype=torch.uint8),
         "mask_indptr": _buffer("mask_indptr_buf", mask_indptr, device, batch + 1, said=_PLUS_1),
     }
+
+
+def _own_memory(bound: dict[str, torch.Tensor]) -> None:
+    """Refuse buffers of which a plan would write one over another."""
+    spans = sorted(
+        (buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes, name)
+        for name, buffer in bound.items()
+        if buffer.numel()
+    )
+    for (_, end, first), (begin, _, second) in pairwise(spans):
+        if begin < end:
+            want = "graph buffers that share no memory"
+            raise ValueError(needs(second, want, f"a place in that of {first}", "core.graph-buffer"))
 
 
 def _buffer(
