@@ -74,6 +74,24 @@ def test_ragged_prefill_with_a_scale_of_its_own():
     close(out, with_sink(*oracle(q, p.keys, p.values, Q_LENS, sm_scale=0.2))[0], 3e-6)
 
 
+@pytest.mark.parametrize(
+    ("planned", "given", "message"),
+    [
+        (0.0, 0.2, r"sm_scale: needs 0.0 as planned, or a plan with another, got 0.2 \[core.number\]"),
+        (1e-30, 1e30, "the planned sm_scale: needs a finite number, as a float32 too"),
+    ],
+)
+def test_a_scale_that_the_planned_one_cannot_become_is_refused(planned, given, message):
+    p, q = pages([9, 3, 12]), queries(3, 4, 8)
+    wrapper = decode_wrapper(jit_args=variant())
+    wrapper.plan(*p.table, *SIZES, q_data_type="float32", sm_scale=planned)
+    with pytest.raises(ValueError, match=message):
+        wrapper.run(q, p.cache, SINK, given)
+    want = oracle(q, p.keys, p.values, [1] * 3, sm_scale=planned)
+    for scale in ((), (planned,)):
+        close(wrapper.run(q, p.cache, SINK, *scale), with_sink(*want)[0], 3e-6)
+
+
 @pytest.mark.parametrize("q_len", [1, 2])
 def test_decode_and_verify(q_len):
     lens = [9, 3, 12]

@@ -15,7 +15,7 @@ from torch.compiler import is_dynamo_compiling
 
 from . import tracing
 from .arguments import refuse
-from .checking import dense
+from .checking import dense, finite
 from .errors import needs
 from .options import number
 
@@ -79,7 +79,7 @@ def sink_and_scale(
 
     Raises:
         TypeError: No sink, more than the two, or of another type.
-        ValueError: The sink has another shape or device.
+        ValueError: The sink has another shape or device, or the scale is not to be had from the planned one.
     """
     if not 1 <= len(args) <= 2:
         want = "q, the keys and values, sink and at most sm_scale"
@@ -91,7 +91,16 @@ def sink_and_scale(
         raise ValueError(needs("sink", f"floating point [{heads}], one per query head", got, "core.sink"))
     if sink.device != device:
         raise ValueError(needs("sink", f"a tensor on {device}", sink.device, "core.device"))
-    return sink, 1.0 if sm_scale is None else number("sm_scale", sm_scale, 1.0) / planned_scale
+    return sink, 1.0 if sm_scale is None else _over(number("sm_scale", sm_scale, 1.0), planned_scale)
+
+
+def _over(scale: float, planned: float) -> float:
+    """Return what turns the planned scale into the one of a run."""
+    if scale == planned:
+        return 1.0
+    if planned == 0.0:
+        raise ValueError(needs("sm_scale", "0.0 as planned, or a plan with another", scale, "core.number"))
+    return finite("sm_scale / the planned sm_scale", scale / planned, "core.number")
 
 
 def add_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> None:
