@@ -81,7 +81,7 @@ def test_b13_negative_soft_cap_is_refused(backend):
             with refused("logits_soft_cap", bad):
                 plan(wrapper(way, backend), case, Asked(plan={"logits_soft_cap": bad}))
     k, v = case.keys(0)
-    with refused("logits_soft_cap", -1.0, "0 or more"):
+    with refused("logits_soft_cap", -1.0, "0 (off) or 1e-18 to 1e18"):
         attn_core.single_prefill_with_kv_cache(case.q, k, v, logits_soft_cap=-1.0, backend=backend)
 
 

@@ -54,7 +54,7 @@ BAD = [
     ),
     ("--op decode --soft-cap inf", "--soft-cap: needs a finite number, got 'inf' [cli.soft-cap]"),
     ("--op decode --soft-cap high", "--soft-cap: needs a finite number, got 'high' [cli.soft-cap]"),
-    ("--op decode --soft-cap -1", "--soft-cap: needs 0 or more, got -1.0 [core.soft-cap]"),
+    ("--op decode --soft-cap -1", "--soft-cap: needs 0 (off) or 1e-18 to 1e18, got -1.0 [core.soft-cap]"),
     ("--op decode --window -2", "--window: needs at least -1, got -2 [cli.window]"),
     (
         "--op decode --fixed-split-size 0",
