@@ -11,6 +11,7 @@ import torch
 from .errors import needs
 
 _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+_HAS_NAMES = hasattr(torch.Tensor, "has_names")  # torch 2.13 has no named tensors
 
 
 def flag(name: str, value: object) -> bool:
@@ -44,7 +45,7 @@ def dense(name: str, value: object, code: str, wanted: str = "a tensor") -> torc
         raise TypeError(needs(name, "a dense tensor", "a nested one", code))
     if value.__class__ is not torch.Tensor and getattr(value, "fake_mode", None) is not None:
         raise TypeError(needs(name, "a tensor with values", "a fake one, which stands for its shape", code))
-    if value.has_names():
+    if _HAS_NAMES and value.has_names():
         raise TypeError(needs(name, "a tensor without names (rename(None) drops them)", value.names, code))
     if value._is_zerotensor():
         raise TypeError(
@@ -184,7 +185,7 @@ def flat(given: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(given, torch.Tensor) or given.layout is not torch.strided:
         return given
-    if given.is_nested or given.has_names():
+    if given.is_nested or (_HAS_NAMES and given.has_names()):
         return given
     return (given.to(torch.int64) if given.dtype is torch.uint32 else given).reshape(-1)
 
