@@ -12,6 +12,11 @@ import attn_core
 from .support import TOLERANCE, i32, indptr_of, rnd, served, workspace
 
 HALF = torch.float16
+SINK_VARIANT = [
+    "uri", HALF, HALF, HALF, torch.int32, 64, 64, ["sink"], ["float"], ["sm_scale"], ["double"],
+    "AttentionSink", "source",
+]  # fmt: skip
+"""Of heads of 64 elements, with a sink per query head."""
 
 
 def dense(q, k, v, seen=None, scale=None, cap=0.0):

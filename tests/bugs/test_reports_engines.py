@@ -8,7 +8,7 @@ import torch
 import attn_core
 
 from .support import i32, indptr_of, rnd, same_bits, served, workspace
-from .test_reports import HALF, causal, close, dense, graph_decode, paged
+from .test_reports import HALF, SINK_VARIANT, causal, close, dense, graph_decode, paged
 
 PAGE = 16
 
@@ -118,12 +118,8 @@ def test_sinks_of_a_model_are_its_parameter(backend):
     q, cache = rnd(5, (11, 4, 64), (20, 2, PAGE, 2, 64))
     sink = torch.nn.Parameter(torch.tensor([0.5, -1.0, 3.0, 0.0]))
     indptr, pages, last = table([40])
-    variant = [
-        "uri", HALF, HALF, HALF, torch.int32, 64, 64, ["sink"], ["float"], ["sm_scale"], ["double"],
-        "AttentionSink", "source",
-    ]  # fmt: skip
     with served(backend):
-        w = paged(backend, jit_args=variant)
+        w = paged(backend, jit_args=SINK_VARIANT)
         w.plan(i32(0, 11), indptr, pages, last, 4, 2, 64, PAGE, causal=True, q_data_type=HALF)
         out = w.run(q, cache, sink, 0.125)
     k, v = keys_of(cache, indptr, pages, 0, 40)

@@ -12,7 +12,7 @@ import torch
 import attn_core
 
 from .support import i32, indptr_of, rnd, same_bits, served, workspace
-from .test_reports import HALF, causal, close, dense, graph_decode, paged, ragged
+from .test_reports import HALF, SINK_VARIANT, causal, close, dense, graph_decode, paged, ragged
 from .test_reports_engines import PAGE, keys_of, table
 
 BF16 = torch.bfloat16
@@ -325,12 +325,8 @@ def test_a_sink_counts_once_however_the_keys_are_split(backend, window):
     q, cache = rnd(11, (2, 8, 64), (400, 2, PAGE, 2, 64))
     sink = torch.tensor([3.0, -2.0, 0.0, 8.0, 1.0, -30.0, 5.0, 2.0])
     indptr, pages, last = table([5000, 31])
-    variant = [
-        "uri", HALF, HALF, HALF, torch.int32, 64, 64, ["sink"], ["float"], ["sm_scale"], ["double"],
-        "AttentionSink", "source",
-    ]  # fmt: skip
     with served(backend):
-        w = paged(backend, jit_args=variant)
+        w = paged(backend, jit_args=SINK_VARIANT)
         w.plan(
             i32(0, 1, 2), indptr, pages, last, 8, 2, 64, PAGE, causal=True, window_left=window,
             q_data_type=HALF, fixed_split_size=8,

@@ -10,15 +10,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attn_core
 
+from .kit import ints
+
 HEADS, DIM, PAGE = 2, 16, 4
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[torch.Tensor], torch.Tensor]
 F32 = {"q_data_type": torch.float32}
 REFUSED = r"needs .*got .*\[core\.[a-z-]+\]"
-
-
-def i32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -85,25 +83,25 @@ def merge(t: Tensors) -> object:
 
 TENSORS: dict[Callable[[Tensors], object], Tensors] = {
     decode: {
-        "indptr": i32(0, 2, 3), "indices": i32(2, 0, 1), "last": i32(2, 3), "q": random(2, HEADS, DIM),
+        "indptr": ints(0, 2, 3), "indices": ints(2, 0, 1), "last": ints(2, 3), "q": random(2, HEADS, DIM),
         "k": random(3, PAGE, HEADS, DIM), "v": random(3, PAGE, HEADS, DIM), "out": random(2, HEADS, DIM),
         "lse": random(2, HEADS),
     },
     ragged: {
-        "rows": i32(0, 2), "kv": i32(0, 5), "q": random(2, HEADS, DIM), "k": random(5, HEADS, DIM),
+        "rows": ints(0, 2), "kv": ints(0, 5), "q": random(2, HEADS, DIM), "k": random(5, HEADS, DIM),
         "v": random(5, HEADS, DIM),
     },
     latent: {
-        "rows": i32(0, 1, 2), "pages": i32(1, 0), "lens": i32(3, 4), "q": random(2, HEADS, 16),
+        "rows": ints(0, 1, 2), "pages": ints(1, 0), "lens": ints(3, 4), "q": random(2, HEADS, 16),
         "pe": random(2, HEADS, 8), "ckv": random(2, PAGE, 16), "kpe": random(2, PAGE, 8),
     },
     sampled: {
-        "draft": random(2, 3, 6).softmax(-1), "ids": i32(0, 1, 2, 3, 4, 5).view(2, 3),
-        "target": random(2, 4, 6).softmax(-1), "accepted": i32(3, 3), "emitted": i32(3, 3),
+        "draft": random(2, 3, 6).softmax(-1), "ids": ints(0, 1, 2, 3, 4, 5).view(2, 3),
+        "target": random(2, 4, 6).softmax(-1), "accepted": ints(3, 3), "emitted": ints(3, 3),
         "seed": torch.tensor([5]), "offset": torch.tensor([7]),
     },
     blocks: {
-        "indptr": i32(0, 2), "indices": i32(0, 2), "mask": torch.ones(2, 5, 3, dtype=torch.bool),
+        "indptr": ints(0, 2), "indices": ints(0, 2), "mask": torch.ones(2, 5, 3, dtype=torch.bool),
         "q": random(5, HEADS, DIM), "k": random(9, HEADS, DIM), "v": random(9, HEADS, DIM),
     },
     variable: {
@@ -168,8 +166,8 @@ def test_counters_have_memory_each() -> None:
 def test_lengths_beyond_32_bits_are_refused() -> None:
     """Positions and lengths are int32; they would wrap."""
     with pytest.raises(ValueError, match=r"seq_lens: needs at most 2147483647 tokens per request, got 10995"):
-        attn_core.get_batch_indices_positions(i32(0, 2), torch.tensor([2**40 + 2]), 2)
-    _, to = attn_core.get_batch_indices_positions(i32(0, 2), torch.tensor([2**31 - 1]), 2)
+        attn_core.get_batch_indices_positions(ints(0, 2), torch.tensor([2**40 + 2]), 2)
+    _, to = attn_core.get_batch_indices_positions(ints(0, 2), torch.tensor([2**31 - 1]), 2)
     assert to.tolist() == [2**31 - 3, 2**31 - 2]
     for ends in ([0, 2**61], [-(2**63), 2**63 - 1], [0, 2**29]):
         with pytest.raises(ValueError, match=r"kv_indptr: needs at most 2147483647 tokens per request"):

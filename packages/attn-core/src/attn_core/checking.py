@@ -117,7 +117,7 @@ def apart_from(
     for other_name, other in others:
         if not torch._C._is_alias_of(tensor, other):  # type: ignore[attr-defined]
             continue
-        (begin, end), (first, last) = _extent(tensor), _extent(other)
+        (begin, end), (first, last) = extent(tensor), extent(other)
         if begin < last and first < end and not _interleaved(tensor, other):
             raise ValueError(needs(name, f"memory apart from {other_name}", "memory inside it", code))
     return tensor
@@ -145,7 +145,8 @@ def _within(t: torch.Tensor, period: int) -> int:
     return inside + t.itemsize
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte and of the one behind its last."""
     begin = tensor.data_ptr()
     return begin, begin + _span(tensor.shape, tensor.stride()) * tensor.itemsize
 

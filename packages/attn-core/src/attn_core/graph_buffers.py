@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 
-from .checking import dense, flag, whole
+from .checking import dense, extent, flag, whole
 from .errors import needs
 from .planner import GraphBuffers
 
@@ -45,8 +45,7 @@ def decode_buffers(
         "kv_indices": _buffer("paged_kv_indices_buffer", indices, device),
         "kv_last_page_len": last,
     }
-    _own_memory(bound)
-    return GraphBuffers(batch, bound["kv_indices"].numel(), bound, max_seq_len)
+    return _apart(GraphBuffers(batch, bound["kv_indices"].numel(), bound, max_seq_len))
 
 
 def paged_buffers(
@@ -72,8 +71,7 @@ def paged_buffers(
         "kv_last_page_len": _buffer("paged_kv_last_page_len_buf", last_page_len, device, batch),
         **_masks(custom_mask, mask_indptr, device, batch),
     }
-    _own_memory(bound)
-    return GraphBuffers(batch, bound["kv_indices"].numel(), bound)
+    return _apart(GraphBuffers(batch, bound["kv_indices"].numel(), bound))
 
 
 def latent_buffers(
@@ -96,8 +94,7 @@ def latent_buffers(
         "kv_indices": _buffer("kv_indices", indices, device),
         "kv_len": _buffer("kv_len_arr", kv_len, device, batch),
     }
-    _own_memory(bound)
-    return GraphBuffers(batch, bound["kv_indices"].numel(), bound)
+    return _apart(GraphBuffers(batch, bound["kv_indices"].numel(), bound))
 
 
 def ragged_buffers(
@@ -117,8 +114,7 @@ def ragged_buffers(
         return None
     batch, bound = _rows("qo_indptr_buf", qo_indptr, "kv_indptr_buf", kv_indptr, device)
     bound |= _masks(custom_mask, mask_indptr, device, batch)
-    _own_memory(bound)
-    return GraphBuffers(batch, None, bound)
+    return _apart(GraphBuffers(batch, None, bound))
 
 
 def _rows(
@@ -150,17 +146,14 @@ def _masks(
     }
 
 
-def _own_memory(bound: dict[str, torch.Tensor]) -> None:
-    """Refuse buffers of which a plan would write one over another."""
-    spans = sorted(
-        (buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes, name)
-        for name, buffer in bound.items()
-        if buffer.numel()
-    )
+def _apart(buffers: GraphBuffers) -> GraphBuffers:
+    """Return buffers of which a plan writes none over another."""
+    spans = sorted((*extent(buffer), name) for name, buffer in buffers.bound.items() if buffer.numel())
     for (_, end, first), (begin, _, second) in pairwise(spans):
         if begin < end:
             want = "graph buffers that share no memory"
             raise ValueError(needs(second, want, f"a place in that of {first}", "core.graph-buffer"))
+    return buffers
 
 
 def _buffer(

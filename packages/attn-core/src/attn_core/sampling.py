@@ -113,10 +113,9 @@ def chain_speculative_sampling(
     for name, counter in counters.items():
         if counter is not None:
             _check_counter(name, counter, batch_size, device)
-    one, other = counters.values()
+    (name, one), (other_name, other) = counters.items()
     if one is not None and other is not None:  # both are added to
-        names = list(counters)
-        apart_from(names[0], one, [(names[1], other)], "core.counter")
+        apart_from(name, one, [(other_name, other)], "core.counter")
     _check_randomness(seed, offset, generator, batch_size, device)
     ids = draft_token_ids.to(torch.int64)
     if device.type == "cpu":
